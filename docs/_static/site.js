@@ -1,0 +1,41 @@
+// A reader who came by ?flax=ROW sees which row is shown and a way back. Without JavaScript the page is whole without it.
+(() => {
+  const asked = new URLSearchParams(location.search).get("flax");
+  const chips = document.querySelector("ul.rows");
+  if (!asked || !chips) return;
+  const rows = [...chips.querySelectorAll("a")];
+  const newest = rows[0];
+  const shown = rows.find((a) => a.search === `?flax=${asked}`);
+  if (shown) shown.setAttribute("aria-current", "true");
+  if (shown === newest) return;
+
+  const note = document.createElement("p");
+  note.className = "shown-row";
+  note.setAttribute("role", "status");
+  note.append(shown ? "Shown for row " : "This page has not been executed under ");
+  const name = document.createElement("code");
+  name.textContent = asked;
+  note.append(name, ". ");
+  const back = document.createElement("a");
+  back.href = newest.href;
+  back.textContent = `${shown ? "Show" : "Shown is"} the newest, ${newest.querySelector("b").textContent}`;
+  note.append(back, ".");
+  chips.before(note);
+})();
+
+// Code that is wider than its box can be scrolled with the keyboard.
+(() => {
+  const reach = () => {
+    for (const pre of document.querySelectorAll("article pre")) {
+      if (pre.scrollWidth > pre.clientWidth || pre.scrollHeight > pre.clientHeight) pre.tabIndex = 0;
+      else pre.removeAttribute("tabindex");
+    }
+  };
+  reach();
+  for (const event of ["load", "resize"]) addEventListener(event, reach);
+  for (const event of ["change", "toggle"]) document.addEventListener(event, reach, true);
+})();
+
+// The theme has two asides without a name; a screen reader lists them by it.
+document.querySelector("aside.sidebar-drawer")?.setAttribute("aria-label", "All pages");
+document.querySelector("aside.toc-drawer")?.setAttribute("aria-label", "On this page");

@@ -1,0 +1,155 @@
+"""What each recipe did under each row, and the tables of it on the releases page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from html import escape
+
+from nbformat import NotebookNode
+
+from harness import execute
+from harness.contract import Recipe
+from harness.rows import Row
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One cell of the table. `kind` is works, raises, "not applicable" or "not run"; `detail` the class or reason."""
+
+    kind: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.detail}" if self.kind == "raises" else self.kind
+
+
+@dataclass(frozen=True)
+class Result:
+    """A recipe with its executed notebooks and its outcomes, by row, newest first."""
+
+    recipe: Recipe
+    notebooks: dict[Row, NotebookNode]
+    outcomes: dict[Row, Outcome]
+
+
+def gather(recipe: Recipe, rows: list[Row], required: set[str], absent: dict[str, str]) -> Result:
+    """Collect what `recipe` did under `rows`.
+
+    `required` names the rows that this build promises; `absent` gives the reason for rows this machine cannot run.
+    Raises ExecutedError for a required row that was not executed, for a corrupt notebook under any row, and for a
+    recipe that was executed under no row.
+    """
+    notebooks, outcomes = {}, {}
+    for row in rows:
+        if not recipe.needs.holds(row):
+            outcomes[row] = Outcome("not applicable", f"needs {recipe.needs}")
+            continue
+        try:
+            notebooks[row] = execute.load(recipe, row)
+        except execute.NotExecutedError:
+            if row.name in required:
+                raise
+            outcomes[row] = Outcome(
+                "not run", absent.get(row.name, f'`nox -s "recipes({row.name})"` runs it')
+            )
+            continue
+        outcomes[row] = _outcome(recipe, row)
+    if not notebooks:
+        raise execute.NotExecutedError(f"recipe {recipe.name}: not executed under any row; run `nox -s docs`")
+    return Result(recipe, notebooks, {row: outcomes[row] for row in rows})
+
+
+def _outcome(recipe: Recipe, row: Row) -> Outcome:
+    """What the cell tagged `outcome` does in this row; without one, the page's snippet and proofs work.
+
+    Execution has held every cell to its declaration, so the declaration is what happened.
+    """
+    raised = None if recipe.outcome is None else recipe.expected(recipe.outcome, row)
+    return Outcome("raises", raised.error) if raised else Outcome("works")
+
+
+def chips(result: Result) -> str:
+    """The line under a recipe's title: each row, what it did, and a link to its tab (HTML)."""
+    items = []
+    for row, outcome in result.outcomes.items():
+        if outcome.kind == "not run":
+            continue
+        text = f"<b>{escape(row.name)}</b> {_words(outcome)}"
+        if row in result.notebooks:
+            text = f'<a href="?flax={escape(row.name)}">{text}</a>'
+        items.append(f'<li class="{outcome.kind.split()[0]}">{text}</li>')
+    return f'<ul class="rows" aria-label="What happened under each row">{"".join(items)}</ul>'
+
+
+def verified(result: Result) -> str:
+    """Under which releases and when the page was executed (Markdown)."""
+    records = {row: notebook.metadata["executed"] for row, notebook in result.notebooks.items()}
+    dates = sorted({record["date"] for record in records.values()})
+    rows = ", ".join(f"`{row.name}`" for row in records)
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    left = [f"`{row.name}`" for row, outcome in result.outcomes.items() if outcome.kind == "not run"]
+    rest = f" Not run in this build: {', '.join(left)}." if left else ""
+    return f"Executed under Flax {rows} on {when}.{rest} [All releases](../docs/releases.md)."
+
+
+def listing(results: list[Result], home: str) -> str:
+    """The recipes in the order that the home page lists them, each with its summary and outcomes (Markdown)."""
+    lines = []
+    for result in sorted(results, key=lambda result: home.find(f"recipes/{result.recipe.name}\n")):
+        ran = ", ".join(f"{row.name} {_words(result.outcomes[row])}" for row in result.notebooks)
+        lines.append(
+            f"[{result.recipe.title}](recipes/{result.recipe.name}.py)\n"
+            f": {result.recipe.summary} <br><small>{ran}</small>\n"
+        )
+    return "\n".join(lines)
+
+
+def table(results: list[Result], rows: list[Row]) -> str:
+    """The table of recipes against rows, each cell a link to that page and tab (Markdown)."""
+    head = "".join(f'<th scope="col">{escape(row.name)}</th>' for row in rows)
+    body = []
+    for result in results:
+        page = f"../recipes/{result.recipe.name}.html"
+        cells = [f'<th scope="row"><a href="{page}">{_code(escape(result.recipe.title))}</a></th>']
+        for row in rows:
+            outcome = result.outcomes[row]
+            text = _words(outcome)
+            if row in result.notebooks:
+                text = f'<a href="{page}?flax={escape(row.name)}">{text}</a>'
+            cells.append(f'<td title="{escape(outcome.detail)}">{text}</td>')
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    rows_html = "\n".join(body)
+    return (
+        '```{raw} html\n<div class="wide"><table class="outcomes"><thead><tr><th scope="col">Recipe</th>'
+        f"{head}</tr></thead>\n<tbody>\n{rows_html}\n</tbody></table></div>\n```"
+    )
+
+
+def environments(results: list[Result], rows: list[Row], absent: dict[str, str]) -> str:
+    """The table of rows: what is installed in each, and whether this build ran it (Markdown)."""
+    lines = ["| row | Flax | jax | Python | why | in this build |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        records = [r.notebooks[row].metadata["executed"] for r in results if row in r.notebooks]
+        pythons = sorted({record["python"] for record in records})
+        if records:
+            dates = sorted({record["date"] for record in records})
+            state = f"{len(records)} of {len(results)} recipes, last on {dates[-1]}"
+        else:
+            state = absent.get(row.name, f'not run; `nox -s "recipes({row.name})"` runs it')
+        lines.append(
+            f"| `{row.name}` | {row.flax} | {row.jax} | {', '.join(pythons) or 'none'} | {row.why} | {state} |"
+        )
+    return "\n".join(lines)
+
+
+def _code(text: str) -> str:
+    """Markdown's backticks as HTML."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+
+
+def _words(outcome: Outcome) -> str:
+    """An outcome in words with the class as code (HTML)."""
+    if outcome.kind != "raises":
+        return escape(outcome.kind)
+    return f"raises <code>{escape(outcome.detail)}</code>"

@@ -1,0 +1,136 @@
+"""Sessions of the project. `nox -s docs` builds the site, `nox -s tests` tests it; `nox -l` lists the rest."""
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+if sys.version_info < (3, 11):
+    sys.exit("NNX Loop Recipes needs Python 3.11 or newer, this is %d.%d." % sys.version_info[:2])
+sys.path.insert(0, str(Path(__file__).parent))
+
+import nox  # noqa: E402
+
+from harness import rows  # noqa: E402
+
+nox.needs_version = ">=2026.10.20"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.download_python = "never"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["docs"]
+os.environ["UV_PYTHON_DOWNLOADS"] = "never"
+
+CONTRAST = (
+    "0.12.2"  # what the site shows beside the newest row: the last release in which the seed code fails
+)
+ROWS = rows.load()
+HERE = rows.interpreters()
+if not HERE:
+    sys.exit(f"found none of Python {', '.join(rows.PYTHONS)} on this machine; install one of them")
+PYTHON = {row.name: row.interpreter(HERE) for row in ROWS}
+ABSENT = [row for row in ROWS if not PYTHON[row.name]]
+CURRENT = next(row.name for row in ROWS if PYTHON[row.name])
+SHOWN = [row.name for row in ROWS] if os.environ.get("CI") else list(dict.fromkeys([CURRENT, CONTRAST]))
+SITE = Path("build/html")
+# The interpreters found go in front, so that nox and uv take them and no shim that fails.
+os.environ["PATH"] = os.pathsep.join(
+    [*{os.path.dirname(HERE[v]) for v in PYTHON.values() if v}, os.environ["PATH"]]
+)
+
+
+def tell(session: nox.Session) -> None:
+    """Say at once which rows this machine cannot run; under CI that is an error."""
+    for row in ABSENT:
+        session.warn(row.lacks(HERE))
+    if ABSENT and os.environ.get("CI"):
+        session.error("with CI set, every row must run")
+
+
+@nox.session
+@nox.parametrize("python,row", [nox.param(PYTHON[row.name], row.name, id=row.name) for row in ROWS])
+def recipes(session: nox.Session, row: str) -> None:
+    """Execute every recipe under one row and hold it to its contract; `-- NAME` runs one recipe."""
+    tell(session)
+    if not PYTHON[row]:
+        session.skip(f"no interpreter for row {row}")
+    session.install("--require-hashes", "-r", f"requirements/{row}.txt")
+    names = ["-k", " or ".join(session.posargs)] if session.posargs else []
+    session.run("pytest", "-q", "-n2", f"--row={row}", "tests/test_recipes.py", *names)
+
+
+def build(session: nox.Session, rows_shown: list[str]) -> None:
+    """Build the site beside the old one and put it in its place; a build that fails leaves no site."""
+    partial, doctrees = Path("build/html.partial"), Path("build/doctrees")
+    if partial.exists():  # an earlier build was interrupted: nothing of it is used
+        shutil.rmtree(partial)
+        shutil.rmtree(doctrees, ignore_errors=True)
+    if SITE.exists():
+        SITE.rename(partial)
+    env = {"NNX_SITE_ROWS": " ".join(rows_shown)}
+    session.run("sphinx-build", "-q", "-W", "-n", "-d", str(doctrees), ".", str(partial), env=env)
+    partial.rename(SITE)
+
+
+@nox.session(python=PYTHON[CURRENT], requires=[f"recipes({row})" for row in SHOWN])
+def docs(session: nox.Session) -> None:
+    """Build the site from the newest row and 0.12.2, and from every other row that was executed."""
+    tell(session)
+    session.install("--require-hashes", "-r", "requirements.txt")
+    build(session, SHOWN)
+    session.log(f"The site is built. Open {(SITE / 'index.html').resolve().as_uri()}")
+
+
+@nox.session(python=PYTHON[CURRENT], requires=[f"recipes({row})" for row in SHOWN])
+def tests(session: nox.Session) -> None:
+    """Test everything: recipes under the newest row and 0.12.2, harness, built site, site in a browser."""
+    tell(session)
+    session.install("--require-hashes", "-r", "requirements/tests.txt")
+    build(session, SHOWN)
+    env = {"NNX_SITE_ROWS": " ".join(SHOWN)}
+    session.run("pytest", "-q", "-n2", "--ignore=tests/test_recipes.py", *session.posargs, env=env)
+
+
+@nox.session(python=PYTHON[CURRENT], requires=[f"recipes({row})" for row in SHOWN])
+def serve(session: nox.Session) -> None:
+    """Show the site at http://127.0.0.1:8000; a changed recipe is executed and the pages built again."""
+    session.install("--require-hashes", "-r", "requirements.txt")
+    watched = [f"--watch={name}" for name in ("harness", "requirements")]
+    ignored = [f"--ignore={Path.cwd() / name}" for name in ("build", ".nox", ".venv", ".git")]
+    sessions = " ".join(f"recipes({row})" for row in SHOWN)
+    again = shlex.join([sys.executable, "-m", "nox", "-R", "-s", *sessions.split()])
+    session.run(
+        "sphinx-autobuild", *watched, *ignored, "--pre-build", again, ".", "build/live", *session.posargs
+    )
+
+
+@nox.session(python=PYTHON[CURRENT])
+def lab(session: nox.Session) -> None:
+    """Open the recipes in JupyterLab, in the current environment; a double click opens one as a notebook."""
+    session.install("--require-hashes", "-r", "requirements/lab.txt")
+    session.env["JUPYTER_CONFIG_DIR"] = str(Path("build/jupyter").resolve())  # the user's own is left alone
+    session.run("jupytext-config", "set-default-viewer", "python", silent=True)
+    session.run("jupyter", "lab", "recipes", *session.posargs)
+
+
+@nox.session(python=False)
+def lock(session: nox.Session) -> None:
+    """Resolve every requirements file again and write its hashed lock."""
+    for source in [Path("requirements.in"), *sorted(Path("requirements").glob("*.in"))]:
+        if source.stem == "common":
+            continue
+        row = next((row for row in ROWS if row.name == source.stem), None)
+        python = str(row.python).removeprefix(">=") if row else "3.11"
+        target = str(source.with_suffix(".txt"))
+        how = ["--universal", "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--upgrade"]
+        command = ["uv", "pip", "compile", "-q", *how, "--python-version", python, str(source), "-o", target]
+        session.run(*command, external=True)
+
+
+@nox.session(python=PYTHON[CURRENT])
+def lint(session: nox.Session) -> None:
+    """Check format and style; `-- --fix` mends what it can."""
+    session.install("ruff", "-c", "requirements/tests.txt")
+    fix = "--fix" in session.posargs
+    session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    session.run("ruff", "check", *(["--fix"] if fix else []), ".")
