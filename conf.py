@@ -28,8 +28,6 @@ html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_sourcelink = False
-pygments_style = "friendly"
-pygments_dark_style = "github-dark"
 
 ROWS = rows.load()
 HERE = rows.interpreters()
