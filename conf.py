@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from harness import contract, execute, merge, outcomes, rows  # noqa: E402
+from harness import contract, errors, execute, merge, outcomes, rows  # noqa: E402
 
 project = "NNX Loop Recipes"
 author = "NNX Loop Recipes contributors"
@@ -35,6 +35,7 @@ ABSENT = {row.name: row.lacks(HERE) for row in ROWS if not row.interpreter(HERE)
 REQUIRED = set(os.environ.get("NNX_SITE_ROWS", "").split())  # the rows that the calling session has just run
 
 
+SCRIPT: list[str] = []  # what the paste box searches
 PAGES: dict[str, str] = {}  # generated text by page, made once before anything is read
 
 
@@ -45,14 +46,26 @@ def pages() -> dict[str, str]:
         recipe = contract.read(contract.RECIPES / f"{name}.py")
         contract.check_ranges(recipe, ROWS)
         results.append(outcomes.gather(recipe, ROWS, REQUIRED, ABSENT))
-    home, releases = ((ROOT / name).read_text(encoding="utf-8") for name in ("index.md", "docs/releases.md"))
-    releases = releases.replace("[outcomes]", outcomes.table(results, ROWS))
-    releases = releases.replace("[environments]", outcomes.environments(results, ROWS, ABSENT))
-    generated = {
-        "index": home.replace("[recipes]", outcomes.listing(results, home)),
-        "docs/releases": releases,
+    texts = {
+        name: (ROOT / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("index", "docs/errors", "docs/releases")
     }
-    return generated | {f"recipes/{result.recipe.name}": merge.page(result) for result in results}
+    made = {
+        "[recipes]": outcomes.listing(results, texts["index"]),
+        "[outcomes]": outcomes.table(results, ROWS),
+        "[environments]": outcomes.environments(results, ROWS, ABSENT),
+        "[errors]": errors.listing(results, merge.fence),
+        "[symptoms]": errors.symptoms(results),
+    }
+    for name in texts:
+        root = "../" * name.count("/")
+        made["[paste]"] = merge.raw(
+            f'<div id="paste" data-root="{root}"><p><a href="{root}docs/errors.html">Find your error in the index</a></p></div>'
+        )
+        for place, text in made.items():
+            texts[name] = texts[name].replace(place, text)
+    SCRIPT.append(errors.paste_index(results, ROWS))
+    return texts | {f"recipes/{result.recipe.name}": merge.page(result) for result in results}
 
 
 def outdated(app, env, added, changed, removed) -> list[str]:
@@ -70,6 +83,21 @@ def read_source(app, docname: str, source: list[str]) -> None:
     source[0] = PAGES.get(docname, source[0])
 
 
+def add_paste_box(app, pagename: str, templatename, context, doctree) -> None:
+    """Only the pages that have the paste box load its scripts."""
+    if pagename in ("index", "docs/errors"):
+        app.add_js_file("paste_index.js", defer="defer")
+        app.add_js_file("paste.js", defer="defer")
+
+
+def write_script(app, error) -> None:
+    """Put the paste box's index beside the other scripts."""
+    if not error:
+        (Path(app.outdir) / "_static" / "paste_index.js").write_text(SCRIPT[-1], encoding="utf-8")
+
+
 def setup(app) -> None:
+    app.connect("html-page-context", add_paste_box)
+    app.connect("build-finished", write_script)
     app.connect("env-get-outdated", outdated)
     app.connect("source-read", read_source)

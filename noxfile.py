@@ -56,7 +56,9 @@ def recipes(session: nox.Session, row: str) -> None:
         session.skip(f"no interpreter for row {row}")
     session.install("--require-hashes", "-r", f"requirements/{row}.txt")
     names = ["-k", " or ".join(session.posargs)] if session.posargs else []
-    session.run("pytest", "-q", "-n2", f"--row={row}", "tests/test_recipes.py", *names)
+    session.run(
+        "pytest", "-q", "-n2", f"--row={row}", "tests/test_recipes.py", "tests/test_reports.py", *names
+    )
 
 
 def build(session: nox.Session, rows_shown: list[str]) -> None:
@@ -88,7 +90,15 @@ def tests(session: nox.Session) -> None:
     session.install("--require-hashes", "-r", "requirements/tests.txt")
     build(session, SHOWN)
     env = {"NNX_SITE_ROWS": " ".join(SHOWN)}
-    session.run("pytest", "-q", "-n2", "--ignore=tests/test_recipes.py", *session.posargs, env=env)
+    session.run(
+        "pytest",
+        "-q",
+        "-n2",
+        "--ignore=tests/test_recipes.py",
+        "--ignore=tests/test_reports.py",
+        *session.posargs,
+        env=env,
+    )
 
 
 @nox.session(python=PYTHON[CURRENT], requires=[f"recipes({row})" for row in SHOWN])

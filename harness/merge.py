@@ -23,13 +23,13 @@ def page(result: Result) -> str:
             text = cell.source
             if index == 0:
                 lead, _, rest = text.partition("\n## ")
-                text = f"{lead}\n\n{_raw(outcomes.chips(result))}\n\n" + (f"## {rest}" if rest else "")
+                text = f"{lead}\n\n{raw(outcomes.chips(result))}\n\n" + (f"## {rest}" if rest else "")
             parts.append(text)
             heading = (re.findall(r"^#+ (.+)$", text, re.M) or [heading])[-1]
         elif cell.cell_type == "code":
             tags = cell.metadata.get("tags", [])
             name = "snippet" if "snippet" in tags else "proof" if "proof" in tags else "cell"
-            parts.append(_fence(cell.source, "python", name))
+            parts.append(fence(cell.source, "python", name))
             ran = {row: notebook.cells[index].outputs for row, notebook in result.notebooks.items()}
             parts.append(_outputs(ran, f"{recipe.name}-{index}", heading))
     parts.append(f"---\n\n{outcomes.verified(result)}")
@@ -61,15 +61,15 @@ def _row(outputs, same: list[Row], row: Row, prefix: str, heading: str, several:
     parts = []
     for number, output in enumerate(outputs):
         if output.output_type == "stream":
-            parts.append(_fence(output.text.rstrip("\n"), "text", "output"))
+            parts.append(fence(output.text.rstrip("\n"), "text", "output"))
         elif output.output_type == "error":
             parts.append(_error(output, same, row, several))
         elif "image/svg+xml" in output.data:
-            parts.append(_raw(_svg(output.data["image/svg+xml"], f"{prefix}-{number}", heading)))
+            parts.append(raw(_svg(output.data["image/svg+xml"], f"{prefix}-{number}", heading)))
         elif "text/markdown" in output.data:
             parts.append(output.data["text/markdown"])
         else:
-            parts.append(_fence(output.data["text/plain"], "text", "output"))
+            parts.append(fence(output.data["text/plain"], "text", "output"))
     return "\n\n".join(parts)
 
 
@@ -77,20 +77,21 @@ def _error(output: NotebookNode, same: list[Row], row: Row, several: bool) -> st
     """An exception: its class and rows in words, its whole message, and the traceback folded."""
     where = "every release run here" if several else ", ".join(f"`{r.name}`" for r in same)
     message = f"{output.ename}: {output.evalue}" if output.evalue else output.ename
-    trace = _fence("\n".join(output.traceback), "text", "output")
+    trace = fence("\n".join(output.traceback), "text", "output")
     return (
-        f"::::{{div}} raises\n\n**Raises** `{output.ename}` on {where}\n\n{_fence(message, 'text', 'output')}\n\n"
+        f"::::{{div}} raises\n\n**Raises** `{output.ename}` on {where}\n\n{fence(message, 'text', 'output')}\n\n"
         f":::{{dropdown}} Traceback under {row.name}\n\n{trace}\n:::\n::::"
     )
 
 
-def _fence(text: str, language: str, name: str) -> str:
+def fence(text: str, language: str, name: str) -> str:
     """A code block with a fence that its text cannot end."""
     ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{ticks}{{code-block}} {language}\n:class: {name}\n\n{text}\n{ticks}"
 
 
-def _raw(html: str) -> str:
+def raw(html: str) -> str:
+    """HTML as it is."""
     return f"```{{raw}} html\n{html}\n```"
 
 

@@ -1,49 +1,15 @@
-"""The built site in a real browser: Debian's Chromium, driven by Playwright, from files and without a network."""
-
-import os
-import shutil
+"""The built site in a real browser: links with a row, tabs, phones, accessibility."""
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from harness import contract
-from tests.site import SITE, addresses
+from tests.browser import SHOWN, browser, tab, url
+from tests.site import addresses
 
-SHOWN = os.environ.get("NNX_SITE_ROWS", "").split()
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SEED = "recipes/fori_loop_rejects_accumulator.html"
 REFUSED = "same reference and pytree structure"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """One headless browser. Without Chromium the tests are skipped, and with CI set that is an error."""
-    if CHROMIUM is None:
-        reason = "Chromium is missing: install Debian's package `chromium`"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def tab(browser):
-    """A fresh page that notes every request to another place and every error on the console."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    tab = context.new_page()
-    tab.outside, tab.errors = [], []
-    tab.on("request", lambda request: request.url.startswith("file:") or tab.outside.append(request.url))
-    tab.on("console", lambda message: message.type == "error" and tab.errors.append(message.text))
-    tab.on("pageerror", lambda error: tab.errors.append(str(error)))
-    yield tab
-    assert not tab.outside and not tab.errors
-    context.close()
-
-
-def url(address):
-    return (SITE / address.partition("?")[0]).as_uri() + "".join(address.partition("?")[1:])
 
 
 def test_a_link_with_a_row_opens_its_tab(tab):

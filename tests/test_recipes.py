@@ -2,18 +2,7 @@
 
 import pytest
 
-from harness import contract, execute, rows
-
-
-@pytest.fixture(scope="session")
-def row(request):
-    """The row named by `--row`, whose Flax and jax are installed here."""
-    name = request.config.getoption("--row")
-    found = next((row for row in rows.load() if row.name == name), None)
-    if found is None:
-        pytest.fail(f"--row={name}: no such row; run `nox -s recipes`, which gives it")
-    execute.check_environment(found)
-    return found
+from harness import contract, execute
 
 
 @pytest.mark.parametrize("name", contract.names())

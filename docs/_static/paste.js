@@ -27,27 +27,35 @@
   });
   const weight = (word) => Math.log(1 + places.length / (seen.get(word) || 1));
 
-  // The longest run of a fragment's words that the text holds, as [from, to).
-  function longestRun(parts, squashed) {
-    if (squashed.includes(parts.join(""))) return [0, parts.length];
-    let best = [0, 0];
-    for (let from = 0; from < parts.length - (best[1] - best[0]); from++) {
-      let to = from + best[1] - best[0] + 1;
-      while (to <= parts.length && squashed.includes(parts.slice(from, to).join(""))) best = [from, to++];
+  // The runs of a fragment's words that the text holds, as [from, to). A name in the middle may be the reader's own.
+  function runsOf(parts, squashed) {
+    const runs = [];
+    for (let from = 0; from < parts.length; ) {
+      let to = from;
+      while (to < parts.length && squashed.includes(parts.slice(from, to + 1).join(""))) to++;
+      if (to - from > 1 || to - from === parts.length) runs.push([from, to]);
+      from = Math.max(to, from + 1);
     }
-    return best;
+    return runs;
+  }
+
+  // The words [from, to) of a fragment as they stand in it.
+  function original(match, [from, to]) {
+    const found = [...match.matchAll(/\w+/g)].slice(from, to);
+    return match.slice(found[0].index, found.at(-1).index + found.at(-1)[0].length);
   }
 
   function scorePlace(place, paste) {
     const named = paste.errors.has(place.error.toLowerCase());
     const size = place.parts.join("").length;
     if (size === 0) return paste.bare.has(place.error.toLowerCase()) && paste.ours ? { score: 6, run: "" } : null;
-    const [from, to] = longestRun(place.parts, paste.squashed);
-    const run = place.parts.slice(from, to);
-    const covered = run.join("").length / size;
-    const long = run.join("").length;
-    // A short or incomplete fragment counts only with its class, a very short one only in a text about JAX or Flax.
-    if (covered < 0.6 || long < 8 || (!named && (covered < 1 || run.length < 4)) || (long < 28 && !paste.ours)) return null;
+    const runs = runsOf(place.parts, paste.squashed);
+    const lengths = runs.map(([from, to]) => place.parts.slice(from, to).join("").length);
+    const longest = Math.max(0, ...lengths);
+    const covered = lengths.reduce((sum, length) => sum + length, 0) / size;
+    // An incomplete fragment counts only with its class, a short one only in a text about JAX or Flax.
+    if (covered < 0.6 || longest < 8 || (covered < 1 && longest < 16)) return null;
+    if ((!named && (covered < 1 || place.parts.length < 4)) || (longest < 28 && !paste.ours)) return null;
     let total = 0;
     let shared = 0;
     for (const word of place.rest) {
@@ -57,7 +65,7 @@
     const called = place.calls.filter((call) => paste.words.has(call.toLowerCase())).length / (place.calls.length || 1);
     const inRow = paste.row !== null && place.rows.includes(paste.row);
     const score = 6 * covered + (named ? 2 : 0) + 4 * (shared / (total || 1)) + 2 * called + (inRow ? 2 : 0);
-    return { score: score + Math.min(long, 60) / 60, run: run.join(" ") };
+    return { score: score + Math.min(longest, 60) / 60, run: runs.map((run) => original(place.match, run)).join(" ... ") };
   }
 
   // The row of a release: the newest one that is not newer, else the oldest. Graph mode unless told otherwise.
