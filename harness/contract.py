@@ -45,14 +45,19 @@ class Where:
 
 @dataclass(frozen=True)
 class Raises:
-    """One declared exception of a cell: class, fragment of the message, and where."""
+    """One declared exception of a cell: class, fragment of the message, where. `""` is an empty message."""
 
     error: str
     match: str
     where: Where
 
+    def agrees(self, raised: tuple[str, str]) -> bool:
+        """Whether (class, message) is what was declared."""
+        name, message = raised
+        return name == self.error and (self.match in message if self.match else not message)
+
     def __str__(self) -> str:
-        return f'{self.error} with "{self.match}"'
+        return f'{self.error} with "{self.match}"' if self.match else f"{self.error} with an empty message"
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Recipe:
         Raises RecipeError where they differ.
         """
         declared = self.expected(index, row)
-        if declared and raised and (declared.error, True) == (raised[0], declared.match in raised[1]):
+        if declared and raised and declared.agrees(raised):
             return
         if not declared and not raised:
             return
@@ -255,9 +260,7 @@ def _check_cell(bad, cell: NotebookNode, label: str) -> tuple[Raises, ...]:
         )
     declared = []
     for entry in entries:
-        if not isinstance(entry, dict) or not all(
-            isinstance(entry.get(k), str) and entry[k] for k in ("error", "match")
-        ):
+        if not isinstance(entry, dict) or not entry.get("error") or not isinstance(entry.get("match"), str):
             raise bad(
                 'an entry with "error" and "match"', repr(entry), "name the class and a fragment", label
             )

@@ -33,6 +33,7 @@ EXECUTOR = [Path(__file__), ROOT / "harness" / "contract.py"]  # a change of the
 # text is text and whose bytes repeat.
 SETUP = """
 import warnings
+get_ipython().InteractiveTB.set_mode("Plain")
 warnings.filterwarnings("error", module=r"(flax|jax|jaxlib|optax|__main__)(\\.|$)")
 get_ipython().run_line_magic("config", "InlineBackend.figure_formats = ['svg']")
 get_ipython().run_line_magic("config", "InlineBackend.rc = " + repr({
@@ -253,6 +254,8 @@ def _plain(text: str) -> str:
     """Text without ANSI codes, memory addresses, folders of this machine, and overwritten progress lines."""
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     text = re.sub(r"\b0x[0-9a-f]{6,}\b", "0x...", text)
+    text = re.sub(r"\bid=\d{6,}", "id=...", text)
+    text = re.sub(r"[^\s\"']*/ipykernel_\d+/\d+\.py", "<cell>", text)
     text = re.sub(r"[^\s\"']*/site-packages/", "site-packages/", text)
     text = re.sub(r"[^\s\"']*/lib/python3", "lib/python3", text)
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))

@@ -18,8 +18,8 @@
 # # Cut a sharded batch into minibatches
 #
 # Let minibatch `i` of `N` be the rows `i`, `i + N`, `i + 2N` and so on. Every device finds its share of
-# every minibatch among the rows that it already holds, so the cut moves no data. A slice of consecutive
-# rows gives the same gradients, but every device computes all of it, and nothing is raised.
+# every minibatch among the rows that it already holds, so the cut moves no data. With a slice of consecutive
+# rows the gradients are the same, but every device computes all of them, and nothing is raised.
 
 # %%
 import jax
@@ -56,8 +56,8 @@ def get_sharded_minibatch(batch: Any, batch_sharding: Any, minibatch_idx: jax.Ar
 
 # %% [markdown]
 # Call it in the body of any loop: `minibatch_idx` may be traced. The mesh is made outside, and its axes may
-# be of type `Auto` or `Explicit`. `jax.make_mesh` makes `Explicit` ones since jax 0.9.0 and `Auto` ones up
-# to 0.8.1, so say which you want. With `Explicit` axes, call the step inside `jax.set_mesh(mesh)`.
+# be of type `Auto` or `Explicit`. `jax.make_mesh` makes `Explicit` ones since jax 0.9.0 and made `Auto` ones
+# before, so say which you want. With `Explicit` axes, call the step inside `jax.set_mesh(mesh)`.
 #
 # ## Which rows a minibatch gets
 #
@@ -94,9 +94,9 @@ print("every row is in one minibatch, on the device that held it: True")
 # that compare the rows of a minibatch do. Where rows belong together, such as the pairs of a contrastive
 # loss, let them be one row: `(pairs, 2, features)`.
 #
-# ## Four cuts, one loop
+# ## What each way to cut costs
 #
-# The loop accumulates the gradients of a small network. Only the cut differs.
+# Four ways to cut the batch, in one loop that accumulates the gradients of a small network.
 
 # %%
 from flax import nnx
@@ -248,7 +248,7 @@ print("all give the gradients of the full batch to 1e-06: True")
 # ## With `Explicit` axes, the contiguous reshape raises
 #
 # There the sharding is [part of an array's type](https://docs.jax.dev/en/latest/parallel.html). Four blocks
-# of a batch that lies on eight devices have none, so the reshape is refused instead of repaired in silence.
+# do not lie evenly on eight devices, so the reshape is refused instead of repaired in silence.
 
 # %%
 explicit_mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
@@ -278,20 +278,22 @@ def strided_explicit(x, i):
     return get_sharded_minibatch(x, explicit_sharding, i, num_minibatches)
 
 
+explicit_costs = {}
+print(f"{'':24}{'in the loop':16}{'outside':36}{'FLOPs/device':>11}")
 with jax.set_mesh(explicit_mesh):
     for cut in naive_slice, contiguous_out_sharding, strided_explicit:
-        costs[cut.__name__] = measure(cut, explicit_params, explicit_batch)
-        show(cut.__name__, *costs[cut.__name__])
+        explicit_costs[cut.__name__] = measure(cut, explicit_params, explicit_batch)
+        show(cut.__name__, *explicit_costs[cut.__name__])
 
-assert costs["strided_explicit"] == costs["strided"]
-assert costs["contiguous_out_sharding"] == costs["contiguous_constrained"]
-assert costs["naive_slice"] == ({"all-reduce": 1}, {"all-gather": 2}, full_flops // 8)
+assert explicit_costs["strided_explicit"] == costs["strided"]
+assert explicit_costs["contiguous_out_sharding"] == costs["contiguous_constrained"]
+assert explicit_costs["naive_slice"] == ({"all-reduce": 1}, {"all-gather": 2}, full_flops // 8)
 
 # %% [markdown]
 # ## Every device needs a row of every minibatch
 #
-# Eight rows on each device make at most eight minibatches. With sixteen, a minibatch has four rows for
-# eight devices, and with `Auto` axes the compiler would replicate it. `get_sharded_minibatch` refuses.
+# Eight rows on each device make at most eight minibatches. With sixteen, a minibatch would have four rows for
+# eight devices, and with `Auto` axes the compiler would move data again. `get_sharded_minibatch` refuses.
 
 # %% tags=["raises-exception"] raises=[{"error": "ValueError", "match": "8 rows per device do not divide into 16 minibatches"}]
 get_sharded_minibatch(row_numbers, batch_sharding, 0, 16)
@@ -303,4 +305,4 @@ get_sharded_minibatch(row_numbers, batch_sharding, 0, 16)
 #   step](complete_train_step.py).
 # - BatchNorm and Dropout in the loop: [split and merge](accumulate_with_split_merge.py).
 # - The batch is still on the host: reshape it there to `(minibatches, rows, ...)`, put it on the devices
-#   with `P(None, "data")` and [scan over it](accumulate_with_scan.py). The rows then keep their order.
+#   with `P(None, "data")` and loop over them [by index](accumulate_with_fori_loop.py). Rows keep their order.

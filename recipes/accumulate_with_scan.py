@@ -19,14 +19,8 @@
 # %% [markdown]
 # # Accumulate gradients with `nnx.scan`
 #
-# Put the model and a list of gradient arrays in the carry, scan over the minibatches, and get the loss of
-# each one back. Graph mode trains BatchNorm and Dropout with it too; tree mode takes models that hold
-# nothing but Params.
-#
-# ## Minibatches in, losses out
-#
-# `loss_fn` and `batch` are yours: any pytree of arrays whose leading axis is the row, cut into equal
-# minibatches.
+# Put the model and a list of raw arrays for the sum in the carry, and scan over the minibatches. In graph
+# mode the model may have BatchNorm and Dropout; in tree mode it may hold nothing but `nnx.Param`.
 
 # %% tags=["snippet"]
 import jax
@@ -39,9 +33,10 @@ def loss_fn(model, minibatch):
     return jnp.mean((model(x) - y) ** 2)
 
 
-def accumulate(loss_fn, model: nnx.Module, batch, num_minibatches: int):
+def accumulate_grads(loss_fn, model: nnx.Module, batch, num_minibatches: int):
+    """Mean loss and mean gradients. Statistics and random state of the model move on in place."""
     minibatches = jax.tree.map(lambda a: a.reshape(num_minibatches, -1, *a.shape[1:]), batch)
-    params, treedef = jax.tree.flatten(nnx.state(model, nnx.Param))
+    leaves, treedef = jax.tree.flatten(nnx.state(model, nnx.Param))
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     def body(carry, minibatch):
@@ -50,7 +45,7 @@ def accumulate(loss_fn, model: nnx.Module, batch, num_minibatches: int):
         total = jax.tree.map(jnp.add, total, jax.tree.leaves(grads))
         return (model, total), loss
 
-    zeros = [jnp.zeros_like(p) for p in params]
+    zeros = [jnp.zeros_like(leaf) for leaf in leaves]
     (_, total), losses = body((model, zeros), minibatches)
     grads = jax.tree.unflatten(treedef, [g / num_minibatches for g in total])
     return losses.mean(), grads
@@ -58,16 +53,21 @@ def accumulate(loss_fn, model: nnx.Module, batch, num_minibatches: int):
 
 @nnx.jit(static_argnames="num_minibatches")
 def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch, num_minibatches: int):
-    loss, grads = accumulate(loss_fn, model, batch, num_minibatches)
+    loss, grads = accumulate_grads(loss_fn, model, batch, num_minibatches)
     optimizer.update(model, grads)
     return loss
 
 
 # %% [markdown]
+# `loss_fn` is yours. `batch` is any pytree of arrays with the rows on the leading axis, and `num_minibatches`
+# divides the number of rows.
+#
 # - **The model is in the carry.** What BatchNorm and Dropout write reaches the next minibatch, and after the
-#   loop it is in `model`. Broadcast with `in_axes=None`, graph mode drops it and raises nothing.
-# - **The sum is a list of arrays,** which both modes carry. It becomes a `State` again for
+#   loop it is in `model`. If the model is broadcast with `in_axes=None` instead, graph mode drops what they
+#   write, and raises nothing.
+# - **The sum is a list of raw arrays,** which both modes carry. It becomes a `State` again for
 #   `optimizer.update`.
+# - **`losses`** has the loss of every minibatch. Return it instead of its mean if you want to see them.
 # - **`/ num_minibatches`.** The sum of the minibatch gradients is that many times too large.
 #
 # ## Equal to the full batch
@@ -107,7 +107,7 @@ def recorded_loss_fn(model, minibatch):
     return loss_fn(model, minibatch)
 
 
-loss, grads = accumulate(recorded_loss_fn, model, batch, 4)
+loss, grads = accumulate_grads(recorded_loss_fn, model, batch, 4)
 assert shapes == {(8, 8)}, "a minibatch has a quarter of the 32 rows"
 assert jnp.allclose(loss, full_loss)
 assert max_difference(grads, full_grads) < 1e-6
@@ -126,7 +126,7 @@ assert max_difference(nnx.state(trained), expected) < 1e-6
 print("one optimizer step for four minibatches, equal to SGD on the full batch")
 
 # %% [markdown]
-# ## BatchNorm and Dropout
+# ## BatchNorm and Dropout need graph mode
 #
 # In graph mode the same code ends where a Python loop over the minibatches ends. In tree mode
 # `nnx.value_and_grad` differentiates every leaf of the model and rejects the integers of a random stream;
@@ -145,7 +145,7 @@ class Net(MLP):
 
 
 scanned, looped = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-_, grads = accumulate(loss_fn, scanned, batch, 4)
+_, grads = accumulate_grads(loss_fn, scanned, batch, 4)
 
 minibatches = zip(*(jnp.split(a, 4) for a in batch))
 all_grads = [jax.tree.leaves(nnx.grad(loss_fn)(looped, minibatch)) for minibatch in minibatches]
@@ -159,8 +159,8 @@ print("gradients and statistics equal those of a Python loop, 4 dropout masks")
 # %% [markdown]
 # ## A `State` as the sum works in graph mode
 #
-# `nnx.scan` takes a `State` rebuilt by `jax.tree.map` also in the releases in which [nnx.fori_loop rejects
-# it](fori_loop_rejects_accumulator.py). In tree mode the gradient is a Module, which cannot be added to a
+# `nnx.scan` takes a `State` rebuilt by `jax.tree.map` also in the releases in which [`nnx.fori_loop` rejects
+# it](fori_loop_rejects_accumulator.py). In tree mode the gradients are a Module, which cannot be added to a
 # `State`.
 
 
@@ -184,15 +184,15 @@ assert max_difference(grads, full_grads) < 1e-6
 print("gradients equal those of the full batch")
 
 # %% [markdown]
-# ## Everything in the carry
+# ## Pick the minibatch by index
 #
 # With `length=` nothing is scanned: a counter in the carry picks the minibatch. Use it when `get_minibatch`
-# has more to do than to index.
+# has more to do than to index, as with a [sharded batch](accumulate_sharded_minibatches.py).
 
 
 # %%
 def accumulate_by_index(loss_fn, model, batch, num_minibatches, get_minibatch):
-    params, treedef = jax.tree.flatten(nnx.state(model, nnx.Param))
+    leaves, treedef = jax.tree.flatten(nnx.state(model, nnx.Param))
 
     @nnx.scan(in_axes=nnx.Carry, out_axes=nnx.Carry, length=num_minibatches)
     def body(carry):
@@ -202,7 +202,7 @@ def accumulate_by_index(loss_fn, model, batch, num_minibatches, get_minibatch):
         total = jax.tree.map(jnp.add, total, jax.tree.leaves(grads))
         return i + 1, model, total, loss_sum + loss
 
-    zeros = [jnp.zeros_like(p) for p in params]
+    zeros = [jnp.zeros_like(leaf) for leaf in leaves]
     _, _, total, loss_sum = body((0, model, zeros, jnp.zeros((), jnp.float32)))
     grads = jax.tree.unflatten(treedef, [g / num_minibatches for g in total])
     return loss_sum / num_minibatches, grads
@@ -227,12 +227,11 @@ assert jnp.all(times_seen(indexed_minibatch, 32, 4) == 1)
 print("gradients equal those of the full batch, every row seen once")
 
 # %% [markdown]
-# ## Four minibatches that are all the whole batch
+# ## Catch minibatches that are all the whole batch
 #
-# The slice below circulates with this spelling. It takes the length of the batch for the length of a
-# minibatch, and `dynamic_slice` moves a start that is out of range back until the slice fits: to 0, each
-# time. Nothing raises. The comparison with the full batch passes too, because the mean of four whole batches
-# is the whole batch.
+# This slice takes the length of the batch for the length of a minibatch. `dynamic_slice` moves a start that
+# is out of range back until the slice fits: to 0, each time. Nothing raises. The comparison with the full
+# batch passes too, because the mean of four whole batches is the whole batch.
 
 
 # %%
@@ -289,19 +288,20 @@ def temporary_bytes(num_minibatches, get_minibatch):
 full = temporary_bytes(1, indexed_minibatch)
 assert temporary_bytes(8, indexed_minibatch) < full / 4
 assert temporary_bytes(8, full_length_slice) > 0.9 * full
-print("8 minibatches: less than a quarter of the full batch's temporary memory; 8 wrong slices: all of it")
+print("8 minibatches: less than a quarter of the temporary memory of the full batch")
+print("8 wrong slices: all of it")
 
 # %% [markdown]
 # ## A batch that does not divide
 #
-# Ten rows in four minibatches. `reshape` refuses, which is the reason to prefer it to a slice.
+# Ten rows in four minibatches: `reshape` refuses, which is the reason to prefer it to a slice.
 
 # %%
 ten_rows = jax.tree.map(lambda a: a[:10], batch)
 ten_grads = nnx.grad(loss_fn)(model, ten_rows)
 
 # %% tags=["raises-exception"] raises=[{"error": "TypeError", "match": "cannot reshape array of shape (10, 8)"}]
-accumulate(loss_fn, model, ten_rows, 4)
+accumulate_grads(loss_fn, model, ten_rows, 4)
 
 # %% [markdown]
 # Rounding down drops the tail: `10 // 4` is 2, and rows 8 and 9 are in no minibatch.
@@ -344,9 +344,9 @@ print(f"row numbers add up to {seen @ jnp.arange(10)} instead of {sum(range(10))
 # %% [markdown]
 # ## Pad and mask
 #
-# Fill up with rows of zeros and give them weight 0. The weights of the others make up for them: their mean
-# over the padded batch is 1, so the mean over rows and the division by the number of minibatches stay as
-# they are.
+# Fill up with rows of zeros of weight 0, and give every other row the weight `padded_size / size`. The
+# weights of the padded batch then have mean 1, so the mean over rows and the division by `num_minibatches`
+# stay as they are.
 
 
 # %% tags=["proof"]
@@ -368,7 +368,7 @@ def weighted_loss_fn(model, minibatch):
 
 padded = pad(ten_rows, 4)
 (padded_x, _), weight = padded
-loss, grads = accumulate(weighted_loss_fn, model, padded, 4)
+loss, grads = accumulate_grads(weighted_loss_fn, model, padded, 4)
 assert padded_x.shape == (12, 8) and jnp.sum(weight > 0) == 10
 assert jnp.allclose(loss, loss_fn(model, ten_rows))
 assert max_difference(grads, ten_grads) < 1e-6
@@ -381,6 +381,6 @@ print("12 rows, 10 of them with weight: loss and gradients equal those of the fu
 # ## When to prefer another recipe
 #
 # - [Split and merge](accumulate_with_split_merge.py) runs in both modes with BatchNorm and Dropout.
-# - [nnx.fori_loop](accumulate_with_fori_loop.py) hands the body an index instead of a minibatch.
+# - [`nnx.fori_loop`](accumulate_with_fori_loop.py) hands the body an index instead of a minibatch.
 # - [Sharded minibatches](accumulate_sharded_minibatches.py) when the batch lies on several devices.
-# - [The complete step](complete_train_step.py) adds donation, metrics and loss scaling.
+# - [The complete step](complete_train_step.py) adds sharding, donation and metrics.

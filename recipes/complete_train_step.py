@@ -17,8 +17,8 @@
 # # A complete train step
 #
 # `get_training_step(config, batch_sharding, num_minibatches)` returns a step that is jitted, donates the
-# model and the optimizer, leaves every row of the batch on its device, and updates once. The number of
-# minibatches does not change the gradients, the loss or the metrics: they are those of the full batch.
+# model and the optimizer, leaves every row of the batch on its device, and updates once. Without Dropout and
+# BatchNorm its gradients, loss and metrics are those of the full batch, for any number of minibatches.
 
 # %%
 import jax
@@ -123,7 +123,8 @@ def get_training_step(
 # - **Outside the loop:** the optimizer. It takes one step for each batch.
 # - **Returned:** metrics. `nnx.jit` writes the new model and optimizer back into the session.
 #
-# `forward_pass` is the part to replace.
+# `Config`, `Metrics` and `forward_pass` are the parts to replace. A third metric needs a third zero in
+# `zeros`.
 # [Split and merge](accumulate_with_split_merge.py) says why the loop is written with `jax.lax`, and
 # [sharded minibatches](accumulate_sharded_minibatches.py) how the batch is cut.
 #
@@ -148,8 +149,8 @@ def select(rows):
 train_data, held_out = select(train_rows), select(held_out_rows)
 
 # %% [markdown]
-# The session is made on the mesh. A session on one device would be copied to the others by the first step,
-# and compiled for twice.
+# The session is made on the mesh. From a session on one device, the first step would return one on all eight,
+# and the second step would be compiled again.
 
 
 # %%
@@ -212,7 +213,7 @@ print(f"{len(old_buffers)} of {len(new_buffers)} old buffers deleted, batch kept
 # %% [markdown]
 # ## Train it
 #
-# The loop around the step has nothing to collect or to keep: the session is updated in place.
+# The step updates the session in place, so the loop around it keeps only the losses, for the plot.
 
 # %%
 import sys
@@ -234,7 +235,8 @@ progress = tqdm(range(epochs), "epoch", file=sys.stdout, ncols=72, bar_format=ba
 for epoch in progress:
     train_session.model.train()
     for batch in get_batches(epoch):
-        training_losses.append(float(training_step(batch, train_session).loss))
+        metrics = training_step(batch, train_session)
+        training_losses.append(metrics.loss)  # float(metrics.loss) would wait for the step
     train_session.model.eval()
     metrics = evaluate(train_session.model, held_out)
     held_out_losses.append(float(metrics.loss))

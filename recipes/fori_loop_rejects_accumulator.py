@@ -14,9 +14,9 @@
 # # `nnx.fori_loop` rejects the gradient accumulator
 #
 # Carry the gradients as a list of raw arrays and put them back on the structure of the parameters after the
-# loop. That runs on every release shown here and in both modes. Two smaller changes are further down: keep
-# the `State` and write the sum into it (one line, same reach), or upgrade to Flax 0.12.3 (graph mode,
-# `nnx.fori_loop` only).
+# loop. That runs on every release shown here, also in tree mode if the model has no Dropout. Two smaller
+# changes are further down: write the sum into the `State` that is carried (one line, same reach), or upgrade
+# to Flax 0.12.3 (graph mode, `nnx.fori_loop` only).
 
 # %% tags=["snippet"]
 import jax
@@ -25,31 +25,35 @@ from flax import nnx
 
 
 def accumulate_grads(loss_fn, model, minibatches):
-    """Mean loss and mean gradients. Every array in minibatches has shape (num_minibatches, rows, ...)."""
+    """Mean loss and mean gradients.
+
+    Every array in minibatches has shape (num_minibatches, rows, ...).
+    """
     leaves, treedef = jax.tree.flatten(nnx.state(model, nnx.Param))
     num_minibatches = len(jax.tree.leaves(minibatches)[0])
 
     def body(i, carry):
-        grads, loss, model = carry
+        total, loss_sum, model = carry
         minibatch = jax.tree.map(lambda x: x[i], minibatches)
-        new_loss, new_grads = nnx.value_and_grad(loss_fn)(model, minibatch)
-        new_grads = jax.tree.leaves(nnx.state(new_grads, nnx.Param))
-        return jax.tree.map(jnp.add, grads, new_grads), loss + new_loss, model
+        loss, grads = nnx.value_and_grad(loss_fn)(model, minibatch)
+        grads = jax.tree.leaves(nnx.state(grads, nnx.Param))
+        return jax.tree.map(jnp.add, total, grads), loss_sum + loss, model
 
     zeros = [jnp.zeros_like(leaf) for leaf in leaves]
-    grads, loss, _ = nnx.fori_loop(0, num_minibatches, body, (zeros, jnp.zeros(()), model))
-    return loss / num_minibatches, jax.tree.unflatten(treedef, [g / num_minibatches for g in grads])
+    total, loss_sum, _ = nnx.fori_loop(0, num_minibatches, body, (zeros, jnp.zeros(()), model))
+    grads = jax.tree.unflatten(treedef, [g / num_minibatches for g in total])
+    return loss_sum / num_minibatches, grads
 
 
 # %% [markdown]
 # Call it inside the jitted step, then `optimizer.update(model, grads)`. The optimizer has no reason to be
 # in the carry.
 #
-# ## The code that raises
+# ## A `State` rebuilt by `jax.tree.map` is refused
 #
-# A body that adds to a `State` with `jax.tree.map`, and nothing else. In graph mode, the default,
+# This body adds to a `State` with `jax.tree.map` and does nothing else. In graph mode, the default,
 # `nnx.fori_loop` refuses it from Flax 0.11.0 to 0.12.2 and accepts it since 0.12.3: **in graph mode,
-# upgrading is the whole fix.** Tree mode still refuses it.
+# upgrading is the whole fix.** Tree mode (`NNX_GRAPH_MODE=0`, `NNX_GRAPH_UPDATES=0`) still refuses it.
 
 # %%
 linear = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
@@ -91,9 +95,9 @@ print("a body that hands back what it got is accepted:", jax.tree.leaves(unchang
 # %% [markdown]
 # Since 0.12.3 `nnx.fori_loop` first evaluates the body abstractly and takes the numbers from its output.
 #
-# ## The whole step
+# ## The step from the report, before and after
 #
-# The form of the report: gradients, loss and a session of model and optimizer in one carry.
+# It has gradients, loss and a session of model and optimizer in one carry.
 
 # %%
 from typing import NamedTuple
@@ -144,24 +148,24 @@ def check(name, loss, grads):
 
 
 # %% [markdown]
-# In tree mode this one fails a line earlier than the loop: `nnx.grad` returns gradients in the shape of the
-# model there, and `jax.tree.map` cannot add them to a `State`.
+# In tree mode this one fails in the body, before the loop compares anything: `nnx.value_and_grad` returns the
+# gradients as a model there, and `jax.tree.map` cannot add a model to a `State`.
 
 
 # %% tags=["raises-exception"] raises=[{"error": "ValueError", "match": "nnx.fori_loop requires body function's input and output to have the same reference and pytree structure", "flax": "<0.12.3", "mode": "graph"}, {"error": "ValueError", "match": "different types at key path", "mode": "tree"}]
 @nnx.jit(donate_argnums=(1,))
 def train_step(batch, session: TrainSession):
     def body(i, carry: tuple[nnx.State, jax.Array, TrainSession]):
-        grads, loss, session = carry
+        total, loss_sum, session = carry
         minibatch = jax.tree.map(lambda x: x[i], batch)
-        new_loss, new_grads = nnx.value_and_grad(loss_fn)(session.model, minibatch)
-        return jax.tree.map(jnp.add, grads, new_grads), loss + new_loss, session
+        loss, grads = nnx.value_and_grad(loss_fn)(session.model, minibatch)
+        return jax.tree.map(jnp.add, total, grads), loss_sum + loss, session
 
     zeros = jax.tree.map(jnp.zeros_like, nnx.state(session.model, nnx.Param))
-    grads, loss, session = nnx.fori_loop(0, 4, body, (zeros, jnp.zeros(()), session))
-    grads = jax.tree.map(lambda g: g / 4, grads)
+    total, loss_sum, session = nnx.fori_loop(0, 4, body, (zeros, jnp.zeros(()), session))
+    grads = jax.tree.map(lambda g: g / 4, total)
     session.optimizer.update(session.model, grads)
-    return loss / 4, grads
+    return loss_sum / 4, grads
 
 
 check("State carried by nnx.fori_loop", *train_step(minibatches, make_session()))
@@ -193,17 +197,17 @@ print(f"optimizer step: {int(session.optimizer.step[...])}, parameters moved: {m
 #
 # Do not return a new `State`: write the sum into the Variables of the one that is carried, with
 # `nnx.update`. Their identity stays, so `nnx.while_loop` and tree mode have nothing to object to.
-# `nnx.state(new_grads, nnx.Param)` turns the gradients of both modes into a `State`, and `optimizer.update`
-# takes the result as it is.
+# `nnx.state(grads, nnx.Param)` turns the gradients of both modes into a `State`, and `optimizer.update` takes
+# the result as it is.
 
 
 # %%
 def add_in_place(i, carry):
-    grads, loss, model = carry
+    total, loss_sum, model = carry
     minibatch = jax.tree.map(lambda x: x[i], minibatches)
-    new_loss, new_grads = nnx.value_and_grad(loss_fn)(model, minibatch)
-    nnx.update(grads, jax.tree.map(jnp.add, grads, nnx.state(new_grads, nnx.Param)))
-    return grads, loss + new_loss, model
+    loss, grads = nnx.value_and_grad(loss_fn)(model, minibatch)
+    nnx.update(total, jax.tree.map(jnp.add, total, nnx.state(grads, nnx.Param)))
+    return total, loss_sum + loss, model
 
 
 def init_carry():
@@ -212,39 +216,38 @@ def init_carry():
     return zeros, jnp.zeros(()), model
 
 
-def mean(loss, grads):
-    return loss / 4, jax.tree.map(lambda g: g / 4, grads)
+def mean(loss_sum, total):
+    return loss_sum / 4, jax.tree.map(lambda g: g / 4, total)
 
 
 # %% tags=["proof"]
-grads, loss, _ = nnx.fori_loop(0, 4, add_in_place, init_carry())
-check("State updated in place by nnx.fori_loop", *mean(loss, grads))
+total, loss_sum, _ = nnx.fori_loop(0, 4, add_in_place, init_carry())
+check("State updated in place by nnx.fori_loop", *mean(loss_sum, total))
 
-_, (grads, loss, _) = nnx.while_loop(
+_, (total, loss_sum, _) = nnx.while_loop(
     lambda carry: carry[0] < 4,
     lambda carry: (carry[0] + 1, add_in_place(*carry)),
     (0, init_carry()),
 )
-check("State updated in place by nnx.while_loop", *mean(loss, grads))
+check("State updated in place by nnx.while_loop", *mean(loss_sum, total))
 
 # %% [markdown]
 # ## Or let `nnx.scan` carry the `State`
 #
 # `nnx.scan` does not compare the Variables of a `State` in graph mode, so the rebuilt accumulator passes on
-# every release. Tree mode refuses this step where it refused the one above: the gradients are not a
-# `State`.
+# every release. Tree mode refuses this one where it refused the step above: the gradients are not a `State`.
 
 
 # %% tags=["raises-exception"] raises=[{"error": "ValueError", "match": "different types at key path", "mode": "tree"}]
 @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
 def scan_minibatches(carry, minibatch):
-    grads, loss, model = carry
-    new_loss, new_grads = nnx.value_and_grad(loss_fn)(model, minibatch)
-    return jax.tree.map(jnp.add, grads, new_grads), loss + new_loss, model
+    total, loss_sum, model = carry
+    loss, grads = nnx.value_and_grad(loss_fn)(model, minibatch)
+    return jax.tree.map(jnp.add, total, grads), loss_sum + loss, model
 
 
-grads, loss, _ = scan_minibatches(init_carry(), minibatches)
-check("State carried by nnx.scan", *mean(loss, grads))
+total, loss_sum, _ = scan_minibatches(init_carry(), minibatches)
+check("State carried by nnx.scan", *mean(loss_sum, total))
 
 # %% [markdown]
 # ## Or leave NNX outside of the loop
@@ -257,15 +260,15 @@ graphdef, params = nnx.split(MLP(nnx.Rngs(0)))
 
 
 def add_split(i, carry):
-    grads, loss = carry
+    total, loss_sum = carry
     minibatch = jax.tree.map(lambda x: x[i], minibatches)
-    new_loss, new_grads = jax.value_and_grad(lambda p: loss_fn(nnx.merge(graphdef, p), minibatch))(params)
-    return jax.tree.map(jnp.add, grads, new_grads), loss + new_loss
+    loss, grads = jax.value_and_grad(lambda p: loss_fn(nnx.merge(graphdef, p), minibatch))(params)
+    return jax.tree.map(jnp.add, total, grads), loss_sum + loss
 
 
 zeros = jax.tree.map(jnp.zeros_like, params)
-grads, loss = jax.lax.fori_loop(0, 4, add_split, (zeros, jnp.zeros(())))
-check("split, carried by jax.lax.fori_loop", *mean(loss, grads))
+total, loss_sum = jax.lax.fori_loop(0, 4, add_split, (zeros, jnp.zeros(())))
+check("split, carried by jax.lax.fori_loop", *mean(loss_sum, total))
 
 # %% [markdown]
 # ## When to prefer another recipe
@@ -275,7 +278,7 @@ check("split, carried by jax.lax.fori_loop", *mean(loss, grads))
 #   model with Dropout, because `nnx.value_and_grad` differentiates every leaf there.
 # - You want the loss of every minibatch, or minibatches as the scanned input: [accumulate with
 #   `nnx.scan`](accumulate_with_scan.py).
-# - You want no NNX transform in the step: [accumulate with split and
+# - You want no NNX transform in the loop: [accumulate with split and
 #   merge](accumulate_with_split_merge.py).
 # - The batch is sharded over devices: [accumulate sharded minibatches](accumulate_sharded_minibatches.py).
 #

@@ -75,7 +75,7 @@ BROKEN = {
     "raises without the tag": (HEADER + BODY.replace('tags=["raises-exception"] ', ""), "`raises` alone"),
     "the tag without raises": (HEADER + BODY.replace(' raises=[{"error": "ValueError", "match": "no good", "flax": "<0.12.3", "mode": "graph"}]', ""), "the tag alone"),
     "an entry without a match": (HEADER + BODY.replace('"match": "no good", ', ""), 'an entry with "error" and "match"'),
-    "an empty match": (HEADER + BODY.replace('"no good"', '""'), 'an entry with "error" and "match"'),
+    "an entry without a class": (HEADER + BODY.replace('"ValueError"', '""'), 'an entry with "error" and "match"'),
     "unknown entry key": (HEADER + BODY.replace('"mode"', '"rows"'), "`rows`"),
     "unknown mode": (HEADER + BODY.replace('"graph"', '"default"'), "'default'"),
     "a range that is none": (HEADER + BODY.replace("<0.12.3", "old"), "'old'"),
@@ -120,6 +120,13 @@ def test_what_a_cell_did_is_compared_both_ways(tmp_path, row, raised, message):
         recipe.check(2, ROW[row], raised)
     assert f"recipe toy, cell 3 (line 19), row {row}" in str(error.value)
     assert message in str(error.value)
+
+
+def test_an_empty_match_is_an_empty_message_and_nothing_else(tmp_path):
+    recipe = read(tmp_path, HEADER + BODY.replace('"no good"', '""'))
+    recipe.check(2, ROW["0.12.2"], ("ValueError", ""))
+    with pytest.raises(contract.RecipeError, match="expected: ValueError with an empty message"):
+        recipe.check(2, ROW["0.12.2"], RAISED)
 
 
 def test_a_range_that_holds_no_row_and_two_entries_in_one_row_are_refused(tmp_path):

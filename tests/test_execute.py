@@ -91,13 +91,13 @@ def test_the_declared_device_count_is_what_the_recipe_has(tmp_path, row):
 def test_what_is_kept_of_a_run(tmp_path, row):
     cells = (
         "# %%\nimport sys\nfor i in range(3):\n    print(f'\\r{i} of 2', end='')\nprint()\n"
-        "print('\\x1b[31mred\\x1b[0m', hex(id(sys)))\n"
+        "print('\\x1b[31mred\\x1b[0m', hex(id(sys)), f'id={id(sys)}')\n"
         '# %% tags=["raises-exception"] raises=[{"error": "ValueError", "match": "no"}]\nraise ValueError("no")\n'
         "# %%\nimport os\nos.environ.get('NNX_GRAPH_MODE')\n"
     )
     notebook = execute.run(toy(tmp_path, cells), replace(row, env={"NNX_GRAPH_MODE": "0"}))
     printed, raised, value = (cell.outputs[0] for cell in notebook.cells[3:])
-    assert printed.text == "2 of 2\nred 0x...\n"
+    assert printed.text == "2 of 2\nred 0x... id=...\n"
     assert (raised.ename, raised.evalue) == ("ValueError", "no")
     assert value.data["text/plain"] == "'0'"  # the row's own environment
     assert "rows.py" not in json.dumps(notebook) and str(rows.ROOT) not in json.dumps(notebook)

@@ -61,6 +61,8 @@ already been freed). Saved intermediate values of the graph are freed when you c
     "key error": "KeyError: 'encoder'",
     "assertion": 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\n    assert x\nAssertionError',
     "generator": "RuntimeError: generator raised StopIteration",
+    "arguments": "TypeError: predict() takes 1 positional argument but 2 were given",
+    "attribute": "AttributeError: 'NoneType' object has no attribute 'shape'",
     "out of memory": """jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to
 allocate 17179869184 bytes.
 BufferAssignment OOM Debugging.

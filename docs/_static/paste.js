@@ -18,12 +18,15 @@
       .replace(/^[ \t>|│]+/gm, "");
   }
 
+  // What Python itself says, in any program.
+  const PYTHON = /positional argument|keyword argument|required argument|has no attribute|generator raised|arity/;
+
   // How rare a word is among the places: common ones tell nothing.
   const seen = new Map();
   const places = index.places.map((place) => {
     const rest = new Set(words(place.text.join(" ")).filter((word) => word.length > 2));
     for (const word of rest) seen.set(word, (seen.get(word) || 0) + 1);
-    return { ...place, parts: words(place.match), rest };
+    return { ...place, parts: words(place.match), rest, plain: PYTHON.test(place.match) };
   });
   const weight = (word) => Math.log(1 + places.length / (seen.get(word) || 1));
 
@@ -55,7 +58,7 @@
     const covered = lengths.reduce((sum, length) => sum + length, 0) / size;
     // An incomplete fragment counts only with its class, a short one only in a text about JAX or Flax.
     if (covered < 0.6 || longest < 8 || (covered < 1 && longest < 16)) return null;
-    if ((!named && (covered < 1 || place.parts.length < 4)) || (longest < 28 && !paste.ours)) return null;
+    if ((!named && (covered < 1 || place.parts.length < 4)) || ((longest < 28 || place.plain) && !paste.ours)) return null;
     let total = 0;
     let shared = 0;
     for (const word of place.rest) {
