@@ -31,7 +31,8 @@ if not HERE:
 PYTHON = {row.name: row.interpreter(HERE) for row in ROWS}
 ABSENT = [row for row in ROWS if not PYTHON[row.name]]
 CURRENT = next(row.name for row in ROWS if PYTHON[row.name])
-SHOWN = [row.name for row in ROWS] if os.environ.get("CI") else list(dict.fromkeys([CURRENT, CONTRAST]))
+CI = bool(os.environ.get("CI"))
+SHOWN = [row.name for row in ROWS] if CI else list(dict.fromkeys([CURRENT, CONTRAST]))
 SITE = Path("build/html")
 # The interpreters found go in front, so that nox and uv take them and no shim that fails.
 os.environ["PATH"] = os.pathsep.join(
@@ -43,22 +44,35 @@ def tell(session: nox.Session) -> None:
     """Say at once which rows this machine cannot run; under CI that is an error."""
     for row in ABSENT:
         session.warn(row.lacks(HERE))
-    if ABSENT and os.environ.get("CI"):
+    if ABSENT and CI:
         session.error("with CI set, every row must run")
+
+
+def execute(session: nox.Session, row: str, *args: str) -> None:
+    """Install one row from its lock, and execute the recipes in it."""
+    tell(session)
+    if not PYTHON[row]:
+        session.skip(f"no interpreter for row {row}")
+    session.install("--require-hashes", "-r", f"requirements/{row}.txt")
+    session.run(
+        "pytest", "-q", "-n2", f"--row={row}", "tests/test_recipes.py", "tests/test_reports.py", *args
+    )
 
 
 @nox.session
 @nox.parametrize("python,row", [nox.param(PYTHON[row.name], row.name, id=row.name) for row in ROWS])
 def recipes(session: nox.Session, row: str) -> None:
     """Execute every recipe under one row and hold it to its contract; `-- NAME` runs one recipe."""
-    tell(session)
-    if not PYTHON[row]:
-        session.skip(f"no interpreter for row {row}")
-    session.install("--require-hashes", "-r", f"requirements/{row}.txt")
-    names = ["-k", " or ".join(session.posargs)] if session.posargs else []
-    session.run(
-        "pytest", "-q", "-n2", f"--row={row}", "tests/test_recipes.py", "tests/test_reports.py", *names
-    )
+    execute(session, row, *(["-k", " or ".join(session.posargs)] if session.posargs else []))
+
+
+@nox.session(python=PYTHON[CONTRAST])
+def contrast(session: nox.Session) -> None:
+    """Execute under 0.12.2 the recipes that declare a difference there from the newest row."""
+    execute(session, CONTRAST, f"--differs-from={CURRENT}")
+
+
+EXECUTED = [f"recipes({row})" for row in SHOWN] if CI else [f"recipes({CURRENT})", "contrast"]
 
 
 def build(session: nox.Session, rows_shown: list[str]) -> None:
@@ -74,18 +88,18 @@ def build(session: nox.Session, rows_shown: list[str]) -> None:
     partial.rename(SITE)
 
 
-@nox.session(python=PYTHON[CURRENT], requires=[f"recipes({row})" for row in SHOWN])
+@nox.session(python=PYTHON[CURRENT], requires=EXECUTED)
 def docs(session: nox.Session) -> None:
-    """Build the site from the newest row and 0.12.2, and from every other row that was executed."""
+    """Build the site from the newest row, from 0.12.2 where it differs, and from every other row that was executed."""
     tell(session)
     session.install("--require-hashes", "-r", "requirements.txt")
     build(session, SHOWN)
     session.log(f"The site is built. Open {(SITE / 'index.html').resolve().as_uri()}")
 
 
-@nox.session(python=PYTHON[CURRENT], requires=[f"recipes({row})" for row in SHOWN])
+@nox.session(python=PYTHON[CURRENT], requires=EXECUTED)
 def tests(session: nox.Session) -> None:
-    """Test everything: recipes under the newest row and 0.12.2, harness, built site, site in a browser."""
+    """Test everything: recipes (as for `docs`), harness, built site, site in a browser."""
     tell(session)
     session.install("--require-hashes", "-r", "requirements/tests.txt")
     build(session, SHOWN)
@@ -101,16 +115,22 @@ def tests(session: nox.Session) -> None:
     )
 
 
-@nox.session(python=PYTHON[CURRENT], requires=[f"recipes({row})" for row in SHOWN])
+@nox.session(python=PYTHON[CURRENT], requires=EXECUTED)
 def serve(session: nox.Session) -> None:
     """Show the site at http://127.0.0.1:8000; a changed recipe is executed and the pages built again."""
     session.install("--require-hashes", "-r", "requirements.txt")
     watched = [f"--watch={name}" for name in ("harness", "requirements")]
     ignored = [f"--ignore={Path.cwd() / name}" for name in ("build", ".nox", ".venv", ".git")]
-    sessions = " ".join(f"recipes({row})" for row in SHOWN)
-    again = shlex.join([sys.executable, "-m", "nox", "-R", "-s", *sessions.split()])
+    again = shlex.join([sys.executable, "-m", "nox", "-R", "-s", *EXECUTED])
     session.run(
-        "sphinx-autobuild", *watched, *ignored, "--pre-build", again, ".", "build/live", *session.posargs
+        "sphinx-autobuild",
+        *watched,
+        *ignored,
+        "--pre-build",
+        again,
+        ".",
+        "build/live",
+        *session.posargs,
     )
 
 
@@ -132,8 +152,25 @@ def lock(session: nox.Session) -> None:
         row = next((row for row in ROWS if row.name == source.stem), None)
         python = str(row.python).removeprefix(">=") if row else "3.11"
         target = str(source.with_suffix(".txt"))
-        how = ["--universal", "--generate-hashes", "--no-emit-index-url", "--no-emit-find-links", "--upgrade"]
-        command = ["uv", "pip", "compile", "-q", *how, "--python-version", python, str(source), "-o", target]
+        how = [
+            "--universal",
+            "--generate-hashes",
+            "--no-emit-index-url",
+            "--no-emit-find-links",
+            "--upgrade",
+        ]
+        command = [
+            "uv",
+            "pip",
+            "compile",
+            "-q",
+            *how,
+            "--python-version",
+            python,
+            str(source),
+            "-o",
+            target,
+        ]
         session.run(*command, external=True)
 
 

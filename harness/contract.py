@@ -83,6 +83,21 @@ class Recipe:
         return next((index for index, cell in cells if "outcome" in cell.metadata.get("tags", [])), None)
 
     @property
+    def outcome_heading(self) -> str:
+        """The heading over the `outcome` cell, which says what was tried; empty without such a cell."""
+        return self.heading(self.outcome) if self.outcome is not None else ""
+
+    def heading(self, index: int) -> str:
+        """The nearest heading above a cell."""
+        found = [
+            heading
+            for cell in self.notebook.cells[: index + 1]
+            if cell.cell_type == "markdown"
+            for heading in re.findall(r"^#+ (.+)$", cell.source, re.MULTILINE)
+        ]
+        return found[-1] if found else self.title
+
+    @property
     def snippet(self) -> str:
         """The cells tagged `snippet`, joined: what a reader copies."""
         cells = [c.source for c in self.notebook.cells if "snippet" in c.metadata.get("tags", [])]
@@ -95,6 +110,11 @@ class Recipe:
     def expected(self, index: int, row: Row) -> Raises | None:
         """The exception that the cell declares for this row, or None where it must run through."""
         return next((r for r in self.raises.get(index, ()) if r.where.holds(row)), None)
+
+    def differs(self, row: Row, other: Row) -> bool:
+        """Whether the recipe declares that it does something else under `row` than under `other`."""
+        applies = self.needs.holds(row) != self.needs.holds(other)
+        return applies or any(self.expected(i, row) is not self.expected(i, other) for i in self.raises)
 
     def check(self, index: int, row: Row, raised: tuple[str, str] | None) -> None:
         """Compare what the cell raised, as (class, message) or None, with what it declares, both ways.
@@ -133,7 +153,12 @@ def check_ranges(recipe: Recipe, rows: list[Row]) -> None:
             if len(both := [str(entry) for entry in entries if entry.where.holds(row)]) > 1:
                 came, do = " and ".join(both), "make the ranges of the entries disjoint"
                 raise RecipeError(
-                    recipe.name, "one entry of `raises` at most", came, do, recipe.cell(index), row.name
+                    recipe.name,
+                    "one entry of `raises` at most",
+                    came,
+                    do,
+                    recipe.cell(index),
+                    row.name,
                 )
 
 
@@ -177,14 +202,20 @@ def read(path: Path) -> Recipe:
         raise bad(f"header keys {', '.join(sorted(allowed))}", f"`{unknown[0]}`", "correct the key")
     if not isinstance(header.get("summary"), str) or not header["summary"].strip():
         raise bad(
-            "`summary`, one sentence", repr(header.get("summary")), "write the sentence that is the answer"
+            "`summary`, one sentence",
+            repr(header.get("summary")),
+            "write the sentence that is the answer",
         )
     for key in ("answers", "symptoms"):
         if not isinstance(value := header.get(key, []), list) or not all(isinstance(v, str) for v in value):
             raise bad(f"`{key}`, a list of strings", repr(value), "write it as [first, second]")
     for report in header.get("answers", []):
         if not re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report):
-            raise bad("reports named owner/repository#number", repr(report), "correct the header's `answers`")
+            raise bad(
+                "reports named owner/repository#number",
+                repr(report),
+                "correct the header's `answers`",
+            )
     needs = header.get("needs", {})
     if not isinstance(needs, dict) or not isinstance(needs.get("devices", 1), int):
         raise bad('`needs`, for example {flax: ">=0.12.2", devices: 8}', repr(needs), "correct the header")
@@ -194,7 +225,9 @@ def read(path: Path) -> Recipe:
     title = re.match(r"# (.+)", first.source)
     if first.cell_type != "markdown" or not title:
         raise bad(
-            "a first cell of Markdown that begins with `# Title`", repr(first.source[:40]), "add the title"
+            "a first cell of Markdown that begins with `# Title`",
+            repr(first.source[:40]),
+            "add the title",
         )
 
     raises = {}
@@ -206,7 +239,9 @@ def read(path: Path) -> Recipe:
     for tag in ("snippet", "proof"):
         if not any(tag in cell.metadata.get("tags", []) for cell in notebook.cells):
             raise bad(
-                f"at least one code cell tagged `{tag}`", "none", f'add tags=["{tag}"] to its `# %%` line'
+                f"at least one code cell tagged `{tag}`",
+                "none",
+                f'add tags=["{tag}"] to its `# %%` line',
             )
     return Recipe(
         name=name,
@@ -230,7 +265,10 @@ def _check_cell(bad, cell: NotebookNode, label: str) -> tuple[Raises, ...]:
     metadata.pop("lines_to_next_cell", None)  # Jupytext's own note of blank lines
     if metadata:
         raise bad(
-            "cell keys `tags` and `raises`", f"`{next(iter(metadata))}`", "correct the `# %%` line", label
+            "cell keys `tags` and `raises`",
+            f"`{next(iter(metadata))}`",
+            "correct the `# %%` line",
+            label,
         )
     if unknown := sorted(set(tags) - TAGS):
         raise bad(f"tags {', '.join(sorted(TAGS))}", f"`{unknown[0]}`", "correct the tag", label)
@@ -256,13 +294,19 @@ def _check_cell(bad, cell: NotebookNode, label: str) -> tuple[Raises, ...]:
             ) from None
     if not isinstance(entries, list):
         raise bad(
-            '`raises`, a list of {"error": ..., "match": ...}', repr(entries), "correct the cell", label
+            '`raises`, a list of {"error": ..., "match": ...}',
+            repr(entries),
+            "correct the cell",
+            label,
         )
     declared = []
     for entry in entries:
         if not isinstance(entry, dict) or not entry.get("error") or not isinstance(entry.get("match"), str):
             raise bad(
-                'an entry with "error" and "match"', repr(entry), "name the class and a fragment", label
+                'an entry with "error" and "match"',
+                repr(entry),
+                "name the class and a fragment",
+                label,
             )
         ranges = {k: v for k, v in entry.items() if k not in ("error", "match")}
         declared.append(
@@ -275,7 +319,10 @@ def _where(bad, ranges: dict, allowed: set[str], place: str, label: str = "") ->
     """Read the range keys of `needs` or of a `raises` entry."""
     if unknown := sorted(set(ranges) - allowed):
         raise bad(
-            f"keys {', '.join(sorted(allowed))} in {place}", f"`{unknown[0]}`", "correct the key", label
+            f"keys {', '.join(sorted(allowed))} in {place}",
+            f"`{unknown[0]}`",
+            "correct the key",
+            label,
         )
     mode = ranges.get("mode")
     if mode not in (None, "graph", "tree"):

@@ -12,7 +12,7 @@ from harness.contract import Raises, Recipe
 from harness.outcomes import Result
 from harness.rows import Row
 
-SHOWN_CHARACTERS = 300  # of a message in the index of the paste box: its head tells the entries apart
+TELLING = 1500  # characters of a message whose words the paste box compares: its head tells causes apart
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Place:
     messages: dict[Row, str]  # rows that raised this, newest first, with the whole message
     passes: tuple[Row, ...]  # rows in which the same cell runs through
     calls: tuple[str, ...]  # the API names in the cell
+    typical: bool = False  # the cell that the page is about
 
     @property
     def address(self) -> str:
@@ -43,7 +44,7 @@ class Entry:
     @property
     def anchor(self) -> str:
         """Its address on the errors page: it stays while class and fragment stay as the recipes declare them."""
-        return slug(f"{self.error} {self.match}")
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.error} {self.match}".lower()).strip("-")
 
 
 def slug(heading: str) -> str:
@@ -58,10 +59,8 @@ def places(results: list[Result]) -> list[Place]:
     """
     found = []
     for result in results:
-        heading = result.recipe.title
         for index, cell in enumerate(result.recipe.notebook.cells):
-            if cell.cell_type == "markdown":
-                heading = (re.findall(r"^#+ (.+)$", cell.source, re.MULTILINE) or [heading])[-1]
+            heading = result.recipe.heading(index)
             for declared in result.recipe.raises.get(index, ()):
                 raised = {row: _error(nb, index) for row, nb in result.notebooks.items()}
                 messages = {
@@ -72,7 +71,8 @@ def places(results: list[Result]) -> list[Place]:
                 if messages and not (declared.error == "AssertionError" and any(messages.values())):
                     passes = tuple(row for row, error in raised.items() if not error)
                     calls = tuple(dict.fromkeys(re.findall(r"\b(?:nnx|jax|optax)(?:\.\w+)+", cell.source)))
-                    found.append(Place(result.recipe, heading, declared, messages, passes, calls))
+                    typical = index == result.recipe.outcome
+                    found.append(Place(result.recipe, heading, declared, messages, passes, calls, typical))
     return found
 
 
@@ -81,12 +81,12 @@ def _error(notebook: NotebookNode, index: int) -> NotebookNode | None:
 
 
 def entries(found: list[Place]) -> list[Entry]:
-    """The places by class and fragment, in alphabetical order."""
-    by_key: dict[tuple[str, str], Entry] = {}
+    """The places by class and words, in alphabetical order. Spellings with one anchor are one entry."""
+    by_anchor: dict[str, Entry] = {}
     for place in found:
-        key = (place.declared.error, place.declared.match)
-        by_key.setdefault(key, Entry(*key)).places.append(place)
-    return sorted(by_key.values(), key=lambda entry: (entry.error, entry.match.lower()))
+        entry = Entry(place.declared.error, place.declared.match)
+        by_anchor.setdefault(entry.anchor, entry).places.append(place)
+    return sorted(by_anchor.values(), key=lambda entry: (entry.error, entry.match.lower()))
 
 
 def listing(results: list[Result], fence) -> str:
@@ -138,20 +138,22 @@ def symptoms(results: list[Result]) -> str:
 def paste_index(results: list[Result], rows: list[Row]) -> str:
     """The script with what the paste box searches. Rows are named by their position, to keep it small."""
     number = {row: position for position, row in enumerate(rows)}
-    found = [
-        {
+    found = []
+    for place in places(results):
+        heads = " ".join(message[:TELLING] for message in place.messages.values())
+        entry = {
             "error": place.declared.error,
             "match": place.declared.match,
-            "text": list(dict.fromkeys(message[:SHOWN_CHARACTERS] for message in place.messages.values())),
+            "words": " ".join(dict.fromkeys(re.findall(r"[a-z_]\w{2,}", heads.lower()))),
             "rows": [number[row] for row in place.messages],
             "passes": [number[row] for row in place.passes],
             "calls": [call.rpartition(".")[2] for call in place.calls],
             "recipe": place.recipe.name,
             "heading": place.heading.replace("`", ""),
             "anchor": slug(place.heading),
+            "typical": place.typical,
         }
-        for place in places(results)
-    ]
+        found.append(entry)
     index = {
         "rows": [{"name": row.name, "flax": str(row.flax), "mode": row.mode} for row in rows],
         "recipes": {r.recipe.name: [r.recipe.title.replace("`", ""), r.recipe.summary] for r in results},

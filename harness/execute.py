@@ -27,7 +27,10 @@ from harness.rows import ROOT, Row
 
 EXECUTED = ROOT / "build" / "executed"
 CELL_SECONDS = 120  # a cell that runs longer is stopped and named
-EXECUTOR = [Path(__file__), ROOT / "harness" / "contract.py"]  # a change of these executes everything again
+EXECUTOR = [
+    Path(__file__),
+    ROOT / "harness" / "contract.py",
+]  # a change of these executes everything again
 
 # Run in the kernel before the first cell. Warnings that a reader's code would cause are errors; plots are SVG whose
 # text is text and whose bytes repeat.

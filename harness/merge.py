@@ -17,7 +17,6 @@ def page(result: Result) -> str:
     """The MyST Markdown of a recipe's page. Text and code come from the recipe, every output from a run."""
     recipe = result.recipe
     parts = [f"---\nmyst: {{html_meta: {{description: {json.dumps(recipe.summary)}}}}}\n---"]
-    heading = recipe.title
     for index, cell in enumerate(recipe.notebook.cells):
         if cell.cell_type == "markdown":
             text = cell.source
@@ -25,13 +24,12 @@ def page(result: Result) -> str:
                 lead, _, rest = text.partition("\n## ")
                 text = f"{lead}\n\n{raw(outcomes.chips(result))}\n\n" + (f"## {rest}" if rest else "")
             parts.append(text)
-            heading = (re.findall(r"^#+ (.+)$", text, re.M) or [heading])[-1]
         elif cell.cell_type == "code":
             tags = cell.metadata.get("tags", [])
             name = "snippet" if "snippet" in tags else "proof" if "proof" in tags else "cell"
             parts.append(fence(cell.source, "python", name))
             ran = {row: notebook.cells[index].outputs for row, notebook in result.notebooks.items()}
-            parts.append(_outputs(ran, f"{recipe.name}-{index}", heading))
+            parts.append(_outputs(ran, f"{recipe.name}-{index}", recipe.heading(index)))
     parts.append(f"---\n\n{outcomes.verified(result)}")
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -52,7 +50,8 @@ def _outputs(ran: dict[Row, list[NotebookNode]], prefix: str, heading: str) -> s
 def _seen(outputs: list[NotebookNode]) -> str:
     """What a reader sees of outputs without unfolding anything: tracebacks differ in line numbers alone."""
     return json.dumps(
-        [{k: v for k, v in output.items() if k != "traceback"} for output in outputs], sort_keys=True
+        [{k: v for k, v in output.items() if k != "traceback"} for output in outputs],
+        sort_keys=True,
     )
 
 

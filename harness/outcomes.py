@@ -36,11 +36,13 @@ class Result:
 def gather(recipe: Recipe, rows: list[Row], required: set[str], absent: dict[str, str]) -> Result:
     """Collect what `recipe` did under `rows`.
 
-    `required` names the rows that this build promises; `absent` gives the reason for rows this machine cannot run.
+    `required` names the rows that this build promises: the newest of them for every recipe, the others where the
+    recipe declares a difference from it. `absent` gives the reason for rows that this machine cannot run.
     Raises ExecutedError for a required row that was not executed, for a corrupt notebook under any row, and for a
     recipe that was executed under no row.
     """
     notebooks, outcomes = {}, {}
+    first = next((row for row in rows if row.name in required), None)
     for row in rows:
         if not recipe.needs.holds(row):
             outcomes[row] = Outcome("not applicable", f"needs {recipe.needs}")
@@ -48,7 +50,7 @@ def gather(recipe: Recipe, rows: list[Row], required: set[str], absent: dict[str
         try:
             notebooks[row] = execute.load(recipe, row)
         except execute.NotExecutedError:
-            if row.name in required:
+            if row is first or (row.name in required and recipe.differs(row, first)):
                 raise
             outcomes[row] = Outcome(
                 "not run", absent.get(row.name, f'`nox -s "recipes({row.name})"` runs it')
@@ -71,7 +73,8 @@ def _outcome(recipe: Recipe, row: Row) -> Outcome:
 
 def chips(result: Result) -> str:
     """The line under a recipe's title: each row, what it did, and a link to its tab (HTML)."""
-    items = []
+    about = _code(escape(result.recipe.outcome_heading or "The snippet and its proofs"))
+    items = [f'<li class="about">{about}:</li>']
     for row, outcome in result.outcomes.items():
         if outcome.kind == "not run":
             continue
@@ -97,10 +100,15 @@ def listing(results: list[Result], home: str) -> str:
     """The recipes in the order that the home page lists them, each with its summary and outcomes (Markdown)."""
     lines = []
     for result in sorted(results, key=lambda result: home.find(f"recipes/{result.recipe.name}\n")):
-        ran = ", ".join(f"{row.name} {_words(result.outcomes[row])}" for row in result.notebooks)
+        page = f"recipes/{result.recipe.name}.html"
+        about = _code(escape(result.recipe.outcome_heading or "The snippet and its proofs"))
+        ran = ", ".join(
+            f'<a href="{page}?flax={row.name}">{row.name}</a> {_words(result.outcomes[row])}'
+            for row in result.notebooks
+        )
         lines.append(
             f"[{result.recipe.title}](recipes/{result.recipe.name}.py)\n"
-            f": {result.recipe.summary} <br><small>{ran}</small>\n"
+            f": {result.recipe.summary} <br><small>{about}: {ran}</small>\n"
         )
     return "\n".join(lines)
 

@@ -76,7 +76,8 @@ def train_step(model, optimizer, minibatches):
 #   to those of the body ([what raises otherwise](accumulate_with_split_merge.py#without-copytrue)).
 # - **`nnx.update`.** It brings those changes back to the carried model. Without it nothing raises: every
 #   minibatch gets the same mask and the statistics stay where they were.
-# - **The division.** The sum is `num_minibatches` times too large. Adam hides that, SGD does not.
+# - **The division.** The sum is `num_minibatches` times too large; [Adam hides it](silent_wrong_results.py). It
+#   has the dtype of the parameters; for bfloat16 see [carry dtype and shape](carry_dtype_and_shape.py).
 #
 # ## The gradients are those of the full batch
 #

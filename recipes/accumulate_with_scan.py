@@ -20,7 +20,7 @@
 # # Accumulate gradients with `nnx.scan`
 #
 # Put the model and a list of raw arrays for the sum in the carry, and scan over the minibatches. In graph
-# mode the model may have BatchNorm and Dropout; in tree mode it may hold nothing but `nnx.Param`.
+# mode the model may have BatchNorm and Dropout; in tree mode it may not have Dropout.
 
 # %% tags=["snippet"]
 import jax
@@ -42,7 +42,8 @@ def accumulate_grads(loss_fn, model: nnx.Module, batch, num_minibatches: int):
     def body(carry, minibatch):
         model, total = carry
         loss, grads = nnx.value_and_grad(loss_fn)(model, minibatch)
-        total = jax.tree.map(jnp.add, total, jax.tree.leaves(grads))
+        grads = jax.tree.leaves(nnx.state(grads, nnx.Param))
+        total = jax.tree.map(jnp.add, total, grads)
         return (model, total), loss
 
     zeros = [jnp.zeros_like(leaf) for leaf in leaves]
@@ -68,7 +69,8 @@ def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch, num_minibatch
 # - **The sum is a list of raw arrays,** which both modes carry. It becomes a `State` again for
 #   `optimizer.update`.
 # - **`losses`** has the loss of every minibatch. Return it instead of its mean if you want to see them.
-# - **`/ num_minibatches`.** The sum of the minibatch gradients is that many times too large.
+# - **`/ num_minibatches`.** The sum of the minibatch gradients is that many times too large. It has the dtype of
+#   the parameters; for bfloat16 see [carry dtype and shape](carry_dtype_and_shape.py).
 #
 # ## Equal to the full batch
 
@@ -126,7 +128,7 @@ assert max_difference(nnx.state(trained), expected) < 1e-6
 print("one optimizer step for four minibatches, equal to SGD on the full batch")
 
 # %% [markdown]
-# ## BatchNorm and Dropout need graph mode
+# ## Dropout needs graph mode
 #
 # In graph mode the same code ends where a Python loop over the minibatches ends. In tree mode
 # `nnx.value_and_grad` differentiates every leaf of the model and rejects the integers of a random stream;
@@ -199,7 +201,8 @@ def accumulate_by_index(loss_fn, model, batch, num_minibatches, get_minibatch):
         i, model, total, loss_sum = carry
         minibatch = get_minibatch(batch, i, num_minibatches)
         loss, grads = nnx.value_and_grad(loss_fn)(model, minibatch)
-        total = jax.tree.map(jnp.add, total, jax.tree.leaves(grads))
+        grads = jax.tree.leaves(nnx.state(grads, nnx.Param))
+        total = jax.tree.map(jnp.add, total, grads)
         return i + 1, model, total, loss_sum + loss
 
     zeros = [jnp.zeros_like(leaf) for leaf in leaves]

@@ -70,8 +70,9 @@ def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch, num_minibatch
 #   model.
 # - **`copy=True`.** `jax.grad` makes new Variables for the argument it differentiates and hands the others
 #   over as they are. BatchNorm and Dropout write to Variables of `rest`, so the merged model needs its own.
-# - **`/ num_minibatches`.** The sum of the minibatch gradients is that many times too large. Adam hides the
-#   mistake, SGD does not.
+# - **`/ num_minibatches`.** The sum of the minibatch gradients is that many times too large;
+#   [Adam hides it](silent_wrong_results.py). It has the dtype of the parameters; for bfloat16 see [carry dtype
+#   and shape](carry_dtype_and_shape.py).
 #
 # ## Equal to a Python loop
 #

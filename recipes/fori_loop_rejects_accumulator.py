@@ -281,6 +281,7 @@ check("split, carried by jax.lax.fori_loop", *mean(loss_sum, total))
 # - You want no NNX transform in the loop: [accumulate with split and
 #   merge](accumulate_with_split_merge.py).
 # - The batch is sharded over devices: [accumulate sharded minibatches](accumulate_sharded_minibatches.py).
+# - What else may be carried, closed over and changed: [what a loop may touch](what_a_loop_may_touch.py).
 #
 # The report and the change: [google/flax#5113](https://github.com/google/flax/issues/5113),
 # [google/flax#5141](https://github.com/google/flax/pull/5141).

@@ -57,8 +57,9 @@ def get_train_loop(config: Config):
     @nnx.jit
     def train_loop(session: TrainSession, minibatches):
         def body(i, carry):
-            session, total = carry  # the body changes these: carried
-            x, labels = jax.tree.map(lambda a: a[i], minibatches)  # only read: closed over, as config is
+            session, total = carry  # what changes is carried
+            # The minibatches and the config are only read: closed over.
+            x, labels = jax.tree.map(lambda a: a[i], minibatches)
             x = x + config.noise * jax.random.normal(session.rngs.noise(), x.shape)
 
             grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
@@ -68,7 +69,7 @@ def get_train_loop(config: Config):
             return session, total + loss  # the same objects, the same dtype
 
         init = session, jnp.zeros(())
-        _, total = nnx.fori_loop(0, config.num_minibatches, body, init)  # a Python number: static
+        _, total = nnx.fori_loop(0, config.num_minibatches, body, init)
         return total / config.num_minibatches
 
     return train_loop
@@ -701,7 +702,7 @@ print(sum(len(row) for action in outcomes.values() for row in action.values()), 
 
 # %% [markdown]
 # **yes**: three changes were found. **lost**: nothing raised, and none was found. **wrong**: nothing
-# raised, and another number was found. **no**: it raised; the exceptions are listed below the tables. The
+# raised, and another number was found. **no**: it raised; its number is in the list below the tables. The
 # columns are `nnx.fori_loop`, `nnx.scan`, `nnx.while_loop`, `nnx.cond`, `nnx.jit` and `nnx.value_and_grad`,
 # where the thing is a further argument, not the one that is differentiated.
 
@@ -710,15 +711,17 @@ print(sum(len(row) for action in outcomes.values() for row in action.values()), 
 def tables():
     """One table for each action. Exceptions are numbered and listed at the end."""
     exceptions, lines = {}, []
+    superscript = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
     def cell(result):
         if not result.startswith("`"):
             return result
-        return f"**no** ({exceptions.setdefault(result, len(exceptions) + 1)})"
+        number = exceptions.setdefault(result, len(exceptions) + 1)
+        return "no" + str(number).translate(superscript)
 
     for action, rows in outcomes.items():
         columns = list(next(iter(rows.values())))
-        lines += [f"**{action}**", "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        lines += [f"**{action}**", "", f"| what | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
         for row, results in rows.items():
             lines.append(f"| {row} | {' | '.join(cell(results.get(column, '-')) for column in columns)} |")
         lines.append("")
@@ -730,7 +733,8 @@ Markdown(tables())
 # %% [markdown]
 # - A number or an array that a closure changes comes out right in the last column alone: outside of
 #   `nnx.jit`, `nnx.value_and_grad` traces nothing but what it differentiates.
-# - `nnx.StateAxes` with `nnx.Param: None` broadcasts the parameters, so the step of an optimizer is lost.
+# - `nnx.StateAxes` with `nnx.Param: None` broadcasts the parameters: what an optimizer does to them is
+#   lost.
 # - In tree mode everything that is differentiated must be a float array, so the model may not hold random
 #   state: [accumulate with `nnx.fori_loop`](accumulate_with_fori_loop.py) shows the split.
 #

@@ -8,7 +8,6 @@ from playwright.sync_api import sync_playwright
 
 from tests.site import SITE
 
-SHOWN = os.environ.get("NNX_SITE_ROWS", "").split()
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -30,7 +29,10 @@ def tab(browser):
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     tab = context.new_page()
     tab.outside, tab.errors = [], []
-    tab.on("request", lambda request: request.url.startswith("file:") or tab.outside.append(request.url))
+    tab.on(
+        "request",
+        lambda request: request.url.startswith("file:") or tab.outside.append(request.url),
+    )
     tab.on("console", lambda message: message.type == "error" and tab.errors.append(message.text))
     tab.on("pageerror", lambda error: tab.errors.append(str(error)))
     yield tab

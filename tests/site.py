@@ -1,13 +1,25 @@
 """The built site as the tests read it: pages by address, and the ids and links of each."""
 
+import os
 from functools import cache
 from pathlib import Path
 
 from bs4 import BeautifulSoup
 
-from harness.rows import ROOT
+from harness import contract, rows
 
-SITE = ROOT / "build" / "html"
+SITE = rows.ROOT / "build" / "html"
+SHOWN = os.environ.get("NNX_SITE_ROWS", "").split()  # newest first, as the session that built the site says
+
+
+def shown(recipe: contract.Recipe) -> list[rows.Row]:
+    """The rows that this build promises for a recipe: the newest, and what differs from it; with CI set, every row."""
+    promised = [row for row in rows.load() if row.name in SHOWN and recipe.needs.holds(row)]
+    return [
+        row
+        for row in promised
+        if os.environ.get("CI") or row is promised[0] or recipe.differs(row, promised[0])
+    ]
 
 
 def addresses() -> list[str]:

@@ -5,8 +5,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from harness import contract
-from tests.browser import SHOWN, browser, tab, url
-from tests.site import addresses
+from tests.browser import browser, tab, url
+from tests.site import SHOWN, addresses
 
 SEED = "recipes/fori_loop_rejects_accumulator.html"
 REFUSED = "same reference and pytree structure"

@@ -3,12 +3,16 @@
 import pytest
 
 from harness import contract, errors, outcomes, rows
-from tests.browser import SHOWN
-from tests.site import page
+from tests.site import SHOWN, page
 
 ROWS = rows.load()
 GRAPH = {"0.12.12", "0.12.8", "0.12.2", "0.11.2"}
-NEW, OLD, ALL, TREE = {"0.12.12", "0.12.8"}, {"0.12.2", "0.11.2"}, GRAPH | {"0.12.12-tree"}, {"0.12.12-tree"}
+NEW, OLD, ALL, TREE = (
+    {"0.12.12", "0.12.8"},
+    {"0.12.2", "0.11.2"},
+    GRAPH | {"0.12.12-tree"},
+    {"0.12.12-tree"},
+)
 FORI = (
     "nnx.fori_loop requires body function's input and output to have the same reference and pytree structure"
 )
@@ -29,12 +33,20 @@ MEASURED = [
     ("ValueError", "different numbers of pytree children at key path", NEW),
     ("ValueError", "different types at key path", TREE),
     ("ValueError", "different pytree metadata at key path", NEW),
-    ("TypeError", "scan body function carry input and carry output must have the same pytree structure", NEW),
+    (
+        "TypeError",
+        "scan body function carry input and carry output must have the same pytree structure",
+        NEW,
+    ),
     ("TypeError", "scan body function carry input and carry output must have equal types", ALL),
     ("TypeError", "too many positional arguments", GRAPH),
     ("TraceContextError", "from a different trace level", ALL),
     ("ValueError", "Cannot extract graph node from different trace level", GRAPH),
-    ("ValueError", "Reverse-mode differentiation does not work for lax.while_loop or lax.fori_loop", ALL),
+    (
+        "ValueError",
+        "Reverse-mode differentiation does not work for lax.while_loop or lax.fori_loop",
+        ALL,
+    ),
     ("IndexError", "Array slice indices must have static start/stop/step", ALL),
     ("ValueError", "nnx.scan does not support bound methods", ALL - {"0.11.2"}),
     ("TypeError", "grad requires real- or complex-valued inputs", ALL),
@@ -58,8 +70,8 @@ def test_every_measured_message_is_in_the_index_under_its_rows(found, error, wor
         if place.declared.error == error and (words in message if words else not message)
     }
     assert expected & set(SHOWN) <= printed
-    text = page("docs/errors.html").get_text()
-    assert (words or "No message at all") in text
+    if expected & set(SHOWN):
+        assert (words or "No message at all") in page("docs/errors.html").get_text()
 
 
 def test_entries_have_anchors_of_their_own_and_lead_to_the_explaining_heading(found):

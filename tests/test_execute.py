@@ -64,12 +64,18 @@ FAILS = {
         "# %%\nimport sys\nprint('hm', file=sys.stderr)\n",
         "nothing on stderr\n  came:     hm",
     ),
-    "warns": ("# %%\nwarnings.warn('old', DeprecationWarning)\n", "came:     DeprecationWarning: old"),
+    "warns": (
+        "# %%\nwarnings.warn('old', DeprecationWarning)\n",
+        "came:     DeprecationWarning: old",
+    ),
     "kills its kernel": (
         "# %%\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
         "its kernel died",
     ),
-    "hangs": ("# %%\nimport time\ntime.sleep(60)\n", "to end within 15 s\n  came:     it was still running"),
+    "hangs": (
+        "# %%\nimport time\ntime.sleep(60)\n",
+        "to end within 15 s\n  came:     it was still running",
+    ),
 }
 
 
@@ -168,7 +174,15 @@ def corrupt(tmp_path, row, monkeypatch):
 
 @pytest.mark.parametrize(
     "change",
-    [change_source, change_lock, change_mode, change_executor, change_python, change_package, corrupt],
+    [
+        change_source,
+        change_lock,
+        change_mode,
+        change_executor,
+        change_python,
+        change_package,
+        corrupt,
+    ],
 )
 def test_what_changed_is_executed_again_and_nothing_else(tmp_path, row, runs, monkeypatch, change):
     folder = tmp_path / "executed"

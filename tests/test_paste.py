@@ -6,8 +6,8 @@ import random
 import pytest
 
 from harness import contract, rows
-from tests.browser import SHOWN, browser, tab, url
-from tests.site import SITE
+from tests.browser import browser, tab, url
+from tests.site import SHOWN, SITE
 
 TRACEBACKS = rows.ROOT / "build" / "tracebacks"
 
@@ -29,7 +29,6 @@ RECIPES = {
     "22_lax_fori_scalar_init": ["carry_dtype_and_shape"],
     "23_accum_dtype_mismatch_scan": ["carry_dtype_and_shape"],
     "25_grad_through_dynamic_fori": ["different_trace_level"],
-    "27_vjp_with_refs_accum": [],  # accumulate_into_refs
     "30_clone_then_donate": [],  # donate_and_measure_memory
     "31_shard_map_scan_vma_carry": ["carry_dtype_and_shape"],
     "33_optimizer_partition": [],  # optimizers_with_needs

@@ -1,16 +1,13 @@
 """The built HTML: every recipe has its page, what a row did is in that row's tab, and nothing leads nowhere."""
 
-import os
 import re
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
 from harness import contract, execute, rows
-from tests.site import SITE, addresses, page, panel
+from tests.site import SHOWN, SITE, addresses, page, panel, shown
 
-SHOWN = os.environ.get("NNX_SITE_ROWS", "").split()
-ROWS = {row.name: row for row in rows.load()}
 NAMES = contract.names()
 
 
@@ -37,9 +34,7 @@ def test_page_has_the_snippet_and_every_output_of_each_row_in_its_tab(name):
     for cell in recipe.notebook.cells:
         if cell.cell_type == "code":
             assert squeeze(cell.source) in squeeze(page(address).get_text()), cell.source
-    for row in (ROWS[name] for name in SHOWN):
-        if not recipe.needs.holds(row):
-            continue
+    for row in shown(recipe):
         seen = squeeze(panel(address, row.name))
         for cell in execute.load(recipe, row).cells:
             for output in cell.get("outputs", []):
@@ -103,10 +98,9 @@ def test_no_path_of_the_building_machine_is_published(address):
 def test_releases_page_names_every_row_and_links_every_execution():
     text = page("docs/releases.html").get_text()
     links = {a["href"] for a in page("docs/releases.html").select("table.outcomes a[href]")}
-    for row in ROWS:
-        assert row in text
+    for row in rows.load():
+        assert row.name in text
     for name in NAMES:
         recipe = contract.read(contract.RECIPES / f"{name}.py")
-        for row in SHOWN:
-            if recipe.needs.holds(ROWS[row]):
-                assert f"../recipes/{name}.html?flax={row}" in links
+        for row in shown(recipe):
+            assert f"../recipes/{name}.html?flax={row.name}" in links

@@ -24,7 +24,7 @@
   // How rare a word is among the places: common ones tell nothing.
   const seen = new Map();
   const places = index.places.map((place) => {
-    const rest = new Set(words(place.text.join(" ")).filter((word) => word.length > 2));
+    const rest = new Set(place.words.split(" "));
     for (const word of rest) seen.set(word, (seen.get(word) || 0) + 1);
     return { ...place, parts: words(place.match), rest, plain: PYTHON.test(place.match) };
   });
@@ -68,7 +68,8 @@
     const called = place.calls.filter((call) => paste.words.has(call.toLowerCase())).length / (place.calls.length || 1);
     const inRow = paste.row !== null && place.rows.includes(paste.row);
     const score = 6 * covered + (named ? 2 : 0) + 4 * (shared / (total || 1)) + 2 * called + (inRow ? 2 : 0);
-    return { score: score + Math.min(longest, 60) / 60, run: runs.map((run) => original(place.match, run)).join(" ... ") };
+    const typical = place.typical ? 1 : 0;
+    return { score: score + typical + Math.min(longest, 60) / 60, run: runs.map((run) => original(place.match, run)).join(" ... ") };
   }
 
   // The row of a release: the newest one that is not newer, else the oldest. Graph mode unless told otherwise.

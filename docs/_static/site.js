@@ -23,12 +23,12 @@
   chips.before(note);
 })();
 
-// Code that is wider than its box can be scrolled with the keyboard.
+// Code and tables that are wider than their box can be scrolled with the keyboard.
 (() => {
   const reach = () => {
-    for (const pre of document.querySelectorAll("article pre")) {
-      if (pre.scrollWidth > pre.clientWidth || pre.scrollHeight > pre.clientHeight) pre.tabIndex = 0;
-      else pre.removeAttribute("tabindex");
+    for (const box of document.querySelectorAll("article pre, .table-wrapper, .wide")) {
+      if (box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight) box.tabIndex = 0;
+      else box.removeAttribute("tabindex");
     }
   };
   reach();
