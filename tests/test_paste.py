@@ -4,6 +4,7 @@ import gzip
 import random
 
 import pytest
+from playwright.sync_api import expect
 
 from harness import contract, rows
 from tests.browser import browser, tab, url
