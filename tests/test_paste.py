@@ -187,11 +187,7 @@ def test_what_matched_and_what_to_do_on_the_named_release_is_said(box):
     )
     assert "?flax=0.12.2#" in results.locator("a").get_attribute("href")
     results.locator("a").click()
-    assert (
-        box.tab.locator("article div.raises:visible")
-        .first.inner_text()
-        .startswith("Raises ValueError on 0.12.2")
-    )
+    expect(box.tab.locator("article div.raises:visible").first).to_contain_text("Raises ValueError on 0.12.2")
 
 
 def test_symptoms_that_raise_nothing_are_found(box):
