@@ -19,6 +19,7 @@ source_suffix = {".md": "markdown", ".py": "markdown"}
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nitpicky = True
+smartquotes = False  # quotes in a message are to be found as they are printed
 
 html_theme = "furo"
 html_title = project

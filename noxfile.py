@@ -10,9 +10,10 @@ if sys.version_info < (3, 11):
     sys.exit("NNX Loop Recipes needs Python 3.11 or newer, this is %d.%d." % sys.version_info[:2])
 sys.path.insert(0, str(Path(__file__).parent))
 
-import nox  # noqa: E402
+import nox
+from nox.command import CommandFailed
 
-from harness import rows  # noqa: E402
+from harness import rows
 
 nox.needs_version = ">=2026.10.20"
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -54,9 +55,12 @@ def execute(session: nox.Session, row: str, *args: str) -> None:
     if not PYTHON[row]:
         session.skip(f"no interpreter for row {row}")
     session.install("--require-hashes", "-r", f"requirements/{row}.txt")
-    session.run(
-        "pytest", "-q", "-n2", f"--row={row}", "tests/test_recipes.py", "tests/test_reports.py", *args
-    )
+    checks = ["tests/test_recipes.py", "tests/test_reports.py"]
+    try:
+        session.run("pytest", "-q", "-n2", f"--row={row}", *checks, *args)
+    except CommandFailed:
+        shutil.rmtree(SITE, ignore_errors=True)  # it was built from recipes that no longer hold
+        raise
 
 
 @nox.session

@@ -107,10 +107,9 @@ def listing(results: list[Result], fence) -> str:
                 rows += [row.name] * (row.name not in rows)
         for first_line, rows in texts.items():
             where = ", ".join(f"`{name}`" for name in rows)
-            message = (
-                f"{entry.error}: {first_line}" if first_line else f"{entry.error} (its message is empty)"
-            )
-            parts.append(f"On {where}:\n\n{fence(message, 'text', 'message')}")
+            message = f"{entry.error}: {first_line}" if first_line else entry.error
+            empty = "" if first_line else ", with an empty message"
+            parts.append(f"On {where}{empty}:\n\n{fence(message, 'text', 'message')}")
         for place in entry.places:
             rows = ", ".join(f"`{row.name}`" for row in place.messages)
             runs = ", ".join(f"`{row.name}`" for row in place.passes)
@@ -122,7 +121,7 @@ def listing(results: list[Result], fence) -> str:
 
 def _title(entry: Entry) -> str:
     """An entry's heading: the declared words, which every row that raises it prints."""
-    return entry.match.replace("`", "'") or "No message at all"
+    return f"`` {entry.match} ``" if entry.match else "No message at all"
 
 
 def symptoms(results: list[Result]) -> str:

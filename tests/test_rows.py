@@ -6,6 +6,7 @@ import sys
 
 import nox
 import pytest
+from nox.command import CommandFailed
 
 from harness import rows
 
@@ -152,6 +153,25 @@ def test_a_missing_interpreter_is_named_with_its_remedy_and_is_an_error_under_ci
     noxfile = load_noxfile(monkeypatch, ["3.11"])
     with pytest.raises(RuntimeError, match="every row must run"):
         noxfile.tell(Session())
+
+
+def test_a_recipe_that_fails_and_a_build_that_fails_leave_no_site(monkeypatch, tmp_path):
+    noxfile = load_noxfile(monkeypatch, ["3.13"])
+    monkeypatch.chdir(tmp_path)
+
+    class Failing(Session):
+        def install(self, *args):
+            pass
+
+        def run(self, *args, **kwargs):
+            raise CommandFailed("failed")
+
+    for fails in (lambda: noxfile.execute(Failing(), "0.12.2"), lambda: noxfile.build(Failing(), ["0.12.2"])):
+        noxfile.SITE.mkdir(parents=True)
+        (noxfile.SITE / "index.html").touch()
+        with pytest.raises(CommandFailed):
+            fails()
+        assert not noxfile.SITE.exists()
 
 
 def test_an_older_python_is_told_so(monkeypatch):
