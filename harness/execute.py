@@ -27,6 +27,7 @@ from harness.rows import ROOT, Row
 
 EXECUTED = ROOT / "build" / "executed"
 CELL_SECONDS = 120  # a cell that runs longer is stopped and named
+COMPILED = ROOT / "build" / "compiled"  # by XLA, for each row: an edited recipe compiles only what is new
 EXECUTOR = [
     Path(__file__),
     ROOT / "harness" / "contract.py",
@@ -38,6 +39,7 @@ SETUP = """
 import warnings
 get_ipython().InteractiveTB.set_mode("Plain")
 warnings.filterwarnings("error", module=r"(flax|jax|jaxlib|optax|__main__)(\\.|$)")
+warnings.filterwarnings("ignore", message=".*persistent compilation cache.*")  # a damaged entry is compiled again
 get_ipython().run_line_magic("config", "InlineBackend.figure_formats = ['svg']")
 get_ipython().run_line_magic("config", "InlineBackend.rc = " + repr({
     "figure.figsize": (6.4, 3.6), "figure.facecolor": "none", "axes.facecolor": "none",
@@ -219,6 +221,9 @@ def _kernel_environment(row: Row) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "FLAX_", "NNX_"))}
     fixed = {
         "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(COMPILED / row.name),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONHASHSEED": "0",
         "SOURCE_DATE_EPOCH": "0",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
