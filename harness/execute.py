@@ -15,6 +15,7 @@ import re
 import tempfile
 import time
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -56,6 +57,7 @@ class NotExecutedError(ExecutedError):
     """There is no executed notebook of these sources: none at all, or one of an older recipe, lock or executor."""
 
 
+@cache
 def environment() -> dict[str, str]:
     """The installed packages and their versions, by name."""
     found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
