@@ -72,10 +72,10 @@ def accumulate(loss_fn, model, minibatches):
 #
 # - **`jax.eval_shape`** traces the gradient of one minibatch and runs nothing. It knows structure, shapes and
 #   dtypes of what will be added.
-# - **float32**, also where gradients and loss are bfloat16. The sum is rounded once, after the loop.
+# - **float32**, also where gradients and loss are bfloat16. The mean gradient is rounded to bfloat16 once, after the loop.
 # - **`.astype(p.dtype)` at the end.** The optimizer gets the dtype for which it was made.
 #
-# ## Sums are exact, gradients are those of the full batch
+# ## A thousand ones sum to a thousand, gradients are those of the full batch
 #
 # A bfloat16 model whose loss and gradient are one in every minibatch: the mean of a thousand is one. In
 # bfloat16 the sum would stop at 256, where adding one changes nothing.
@@ -229,7 +229,7 @@ print("previous and current:", float(previous), float(current))
 #
 # ### A thousand ones sum to 256
 #
-# A weak `0.0` is promoted to bfloat16 too, when that is what the body returns. Nothing raises, in no loop.
+# A weak `0.0` is promoted to bfloat16 too, when that is what the body returns. Nothing raises.
 
 # %% tags=["raises-exception"] raises=[{"error": "AssertionError", "match": "a thousand ones sum to 256 in bfloat16"}]
 ones = jnp.ones(1000, jnp.bfloat16)
@@ -237,7 +237,7 @@ total = nnx.fori_loop(0, 1000, lambda i, total: total + ones[i], 0.0)
 assert total == 1000, f"a thousand ones sum to {float(total):g} in {total.dtype}"
 
 # %% [markdown]
-# `jnp.array(0.0)` is as weak as `0.0`. `jnp.zeros(())` is float32 and stays it.
+# `jnp.array(0.0)` is as weak as `0.0`. `jnp.zeros(())` is float32 and stays float32.
 
 # %%
 for name, start in {"0.0": 0.0, "jnp.array(0.0)": jnp.array(0.0), "jnp.zeros(())": jnp.zeros(())}.items():
@@ -366,7 +366,7 @@ jax.jit(updates)(total, grads, 4)
 
 # %% [markdown]
 # Cast in the branch that has the wider dtype. `optax.MultiSteps` around `schedule_free` with bfloat16
-# parameters once failed like this; it runs in the rows shown here.
+# parameters once failed like this; it runs on every release shown here.
 
 
 # %%
@@ -477,8 +477,8 @@ print("sum:", float(device_sums(rows)[0]))
 # %% [markdown]
 # ## When to prefer another recipe
 #
-# - The structure of the carry changes, or its references: [`nnx.fori_loop` rejects the
-#   accumulator](fori_loop_rejects_accumulator.py).
+# - The structure of the carry changes, or its references: [structure and reference
+#   errors](structure_mismatch_catalogue.py).
 # - Everything is float32: [accumulate with split and merge](accumulate_with_split_merge.py) is shorter.
 # - You want an NNX loop: [`nnx.scan`](accumulate_with_scan.py) or
 #   [`nnx.fori_loop`](accumulate_with_fori_loop.py).

@@ -401,7 +401,7 @@ assert counter.count[...] == 1
 print("count after one step:", int(counter.count[...]))
 
 # %% [markdown]
-# ## A JAX transform stands around NNX code
+# ## Another transform stands around NNX code
 #
 # ### `jax.vmap` around a method that is jitted with `nnx.jit`
 #
@@ -860,9 +860,9 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 #
 # ## When to prefer another recipe
 #
-# - The error is about structure or references and names a loop: [`nnx.fori_loop` rejects the
-#   accumulator](fori_loop_rejects_accumulator.py).
+# - The error is about structure or references and names a loop: [structure and reference
+#   errors](structure_mismatch_catalogue.py).
 # - The error is about shapes or dtypes of the carry: [the carry changes dtype or
 #   shape](carry_dtype_and_shape.py).
-# - You want the loop to copy: [accumulate with split and merge](accumulate_with_split_merge.py) or [a
+# - You want a whole loop to paste: [accumulate with split and merge](accumulate_with_split_merge.py) or [a
 #   complete train step](complete_train_step.py).

@@ -92,10 +92,10 @@ def explain_carry(loop, body, *args, has_y=None):
 # - `explain_carry(nnx.scan, body, carry, has_y=False)` with `out_axes=nnx.Carry`, where the body returns the
 #   carry alone
 #
-# The same with `jax.lax`. It takes the body without the decorator of the loop. Where `in_axes` has the carry
+# Loops of `jax.lax` are passed in the same way. Pass the body undecorated. Where `in_axes` has the carry
 # in another place, pass a lambda that takes it first.
 #
-# ## The mistake of the report
+# ## The mistake of google/flax#5113
 #
 # The body adds gradients to a `State`, adds up the loss, and carries a session of model and optimizer. Inside
 # `nnx.jit` the reports are printed once, when the step is traced.
@@ -154,8 +154,9 @@ train_step(session, jnp.ones((4, 8, 4)))
 #   object, and not all of them on every release.
 # - `nothing in`: the body added it. `nothing out`: the body removed it.
 # - `~float32[]`: a weak type, as a Python number has. A loop takes over the type that comes out wherever the
-#   weak one promotes to it, and the line says `accepted`. Nothing raises, but a sum that starts as `0.0` may
-#   be kept in `bfloat16`.
+#   weak one promotes to it, and the line says `accepted`. That holds for each value alone: where one
+#   component takes the value of another, the loop can [still raise](carry_dtype_and_shape.py). And a sum that
+#   starts as `0.0` may be kept in `bfloat16`.
 #
 # ## Each mistake, in the words of the loop and as a path
 #
@@ -669,7 +670,7 @@ nnx.scan(lambda carry: train(0, carry), in_axes=nnx.Carry, out_axes=nnx.Carry, l
 print("and a scan with nothing but a carry")
 
 # %% [markdown]
-# For every pair of these types, the report says `accepted`, or finds nothing, where `jax.lax.fori_loop` takes
+# For every pair of these types, as a carry of one value, the report says `accepted`, or finds nothing, where `jax.lax.fori_loop` takes
 # the pair, and nowhere else.
 
 # %% tags=["proof"]
@@ -746,7 +747,7 @@ assert len(runs) == 2 and block.count[...] == 2
 print("runs of the body in a loop of two:", len(runs))
 
 # %% [markdown]
-# ## What it does not look at
+# ## Limits
 #
 # - Only the carry is compared: not `y`, not the condition of a `while_loop`, not the length of a scan.
 # - Where something differs, the body is traced twice more, to see whether swapped arguments or another

@@ -28,7 +28,7 @@
 # %% [markdown]
 # # Wrong results that raise nothing
 #
-# Four assertions catch most of what goes wrong in silence: gradients equal those of the full batch, state
+# Four assertions catch most of the traps on this page: gradients equal those of the full batch, state
 # moves, every row is seen once, devices share the work. Call them from a test of your own step; the last
 # section has one. Every other section is a trap: the wrong number and the assertion that stops it, then the
 # right number.
@@ -394,8 +394,8 @@ assert updated.mean[...] == looped.mean[...] == 1 - 0.5**4
 #
 # ### The same module twice in the carry
 #
-# Graph mode keeps them one object. Tree mode makes two of them and writes both back, the second one last:
-# what the body wrote to the first is lost.
+# Graph mode keeps them one object. In tree mode `nnx.fori_loop` makes two of them and writes both back, the second one last: what the body wrote
+# to the first is lost. `nnx.scan` [raises](structure_mismatch_catalogue.py).
 
 
 # %% tags=["raises-exception"] raises=[{"error": "AssertionError", "match": "did not move: mean, var", "mode": "tree"}]
@@ -585,7 +585,7 @@ assert total == 1000
 #
 # ## Several devices
 #
-# ### Eight devices do the work of one, each
+# ### Each of eight devices does all the work
 #
 # The consecutive rows of a slice lie on a few of the devices. The compiler gathers the batch, and every
 # device computes the whole minibatch. The gradients are right.

@@ -24,7 +24,8 @@
 # ## A body that breaks no rule
 #
 # `step` changes the Modules of `session` in place and returns a loss. For a tuple of arrays, the slice is
-# `jax.tree.map(lambda a: a[i], minibatches)`.
+# `jax.tree.map(lambda a: a[i], minibatches)` and the number of minibatches is `len(minibatches[0])`: `len` of a
+# tuple counts its arrays.
 
 # %% tags=["snippet"]
 import jax.numpy as jnp
@@ -123,8 +124,8 @@ for loop in loop_with_fori, loop_with_while, loop_with_scan:
 # %% [markdown]
 # ## How to read the messages
 #
-# - Up to Flax 0.12.2 `nnx.fori_loop` has one sentence for nearly every mistake below, and in graph mode
-#   `nnx.while_loop` has it still. Read what follows `Detail of the mismatch`: left of `!=` stands what went
+# - In graph mode, `nnx.fori_loop` up to Flax 0.12.2 and `nnx.while_loop` on every release shown here have
+#   one sentence for nearly every structure mistake below. Read what follows `Detail of the mismatch`: left of `!=` stands what went
 #   in, right of it what the body returned.
 # - In a `pytree structure error`, the prefix pytree is what went in and the full pytree what came back.
 # - A message of `nnx.fori_loop` may say *scan*: with static bounds the loop is a `jax.lax.scan`.
@@ -201,7 +202,7 @@ nnx.scan(body)(Net(), xs)
 # %% [markdown]
 # ### `nnx.scan`: the body returns the carry and no output
 #
-# The same empty `AssertionError`. Return `model, None`, or say `out_axes=nnx.Carry` and return `model`.
+# In graph mode the same empty `AssertionError`. Return `model, None`, or say `out_axes=nnx.Carry` and return `model`.
 
 
 # %% tags=["raises-exception"] raises=[{"error": "AssertionError", "match": "", "mode": "graph"}, {"error": "ValueError", "match": "different types at key path", "mode": "tree"}]
@@ -481,10 +482,8 @@ nnx.scan(body)(Net(), xs)
 # ### The model calls `sow` in the body
 #
 # The first `sow` adds an attribute, so every loop answers as above, here `nnx.scan`. Return the value
-# instead: `nnx.scan` stacks it. Two forms keep `sow`: `nnx.pop(model, nnx.Intermediate)` at the end of the
-# body of `nnx.fori_loop`, since Flax 0.12.3; and in graph mode `nnx.scan` with the sowing model outside of
-# the carry, under `nnx.StateAxes({nnx.Intermediate: 0, ...: nnx.Carry})`, since 0.12.1 also where a Module
-# is carried beside it ([google/flax#5051](https://github.com/google/flax/issues/5051)).
+# instead: `nnx.scan` stacks it. The forms that keep `sow` are in
+# [google/flax#5051](https://github.com/google/flax/issues/5051); no cell here runs them.
 
 
 # %%
@@ -602,7 +601,7 @@ nnx.scan(body)(Net(), xs)
 # %% [markdown]
 # ### `nnx.fori_loop`: a Python attribute changes
 #
-# A Python number is part of the structure, not of the data: the loop traces the body and never sees it
+# A Python attribute is part of the structure, not of the data: the loop traces the body and never sees it
 # change again. Hold it in a Variable.
 
 

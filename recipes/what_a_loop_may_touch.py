@@ -16,11 +16,12 @@
 #
 # 1. **What the body changes goes in**, as carry or as argument. Changed by closure, it raises or comes out
 #    wrong.
-# 2. **What the body only reads may be closed over.** One exception, in graph mode: `nnx.grad` of a
-#    closed-over model.
+# 2. **What the body only reads may be closed over.** One exception, in graph mode: a closed-over
+#    model may not be given to another NNX transform, such as `nnx.grad`.
 # 3. **What comes out of an iteration is what went in:** same structure, same shapes and dtypes, same
 #    Variables.
-# 4. **Python values are static.** They are read when the body is traced; a number that changes is an array.
+# 4. **Python values outside the carry are static.** Attributes and closed-over numbers are read when the body
+#    is traced. A number that changes goes into the carry or into a Variable.
 #
 # This loop keeps all four and runs on every release shown here, in both modes. The [last
 # section](#every-case-that-was-tried) says what became of each thing under each transform.
@@ -258,8 +259,7 @@ total = nnx.fori_loop(0, 3, body, jnp.zeros(1))
 print(f"gradient of the bias, three times: {total.item():.0f}")
 
 # %% [markdown]
-# `nnx.value_and_grad` does the same, and so do `nnx.jit` and `jax.jit` around a step that closes over its
-# model. Carry the model or pass it as an argument. To keep it closed over, split it in the body and use
+# `nnx.value_and_grad` raises the same. So does `nnx.grad` of a closed-over model inside `nnx.jit` or `jax.jit`. Carry the model or pass it as an argument. To keep it closed over, split it in the body and use
 # `jax.grad`:
 
 
@@ -280,7 +280,7 @@ print(f"gradient of the bias, three times: {total.item():.0f}")
 nnx.fori_loop(0, 3, lambda i, carry: carry, (config, 0.0))
 
 # %% [markdown]
-# A carry is made of arrays, Variables and Modules. Close over the config, or give it to `nnx.jit` by
+# A carry is made of arrays, Python numbers, Variables and Modules. Close over the config, or give it to `nnx.jit` by
 # `static_argnames`.
 #
 # ## What comes out is what went in
@@ -360,7 +360,7 @@ nnx.fori_loop(0, 3, body, Model())
 # %% [markdown]
 # ### A Python attribute is counted up in `nnx.scan`
 #
-# Since Flax 0.12.1 `nnx.scan` raises nothing in graph mode. The attribute is counted up once, in three
+# Flax 0.11.2 refuses it. Flax 0.12.2 and newer raise nothing in graph mode. The attribute is counted up once, in three
 # iterations.
 
 # %% tags=["raises-exception"] raises=[{"error": "TypeError", "match": "scan body function carry input and carry output must have the same pytree structure", "flax": "<0.12.1", "mode": "graph"}, {"error": "ValueError", "match": "different pytree metadata at key path", "mode": "tree"}]
