@@ -160,25 +160,9 @@ def lock(session: nox.Session) -> None:
         row = next((row for row in ROWS if row.name == source.stem), None)
         python = str(row.python).removeprefix(">=") if row else "3.11"
         target = str(source.with_suffix(".txt"))
-        how = [
-            "--universal",
-            "--generate-hashes",
-            "--no-emit-index-url",
-            "--no-emit-find-links",
-            "--upgrade",
-        ]
-        command = [
-            "uv",
-            "pip",
-            "compile",
-            "-q",
-            *how,
-            "--python-version",
-            python,
-            str(source),
-            "-o",
-            target,
-        ]
+        how = "--universal --generate-hashes --no-emit-index-url --no-emit-find-links --upgrade".split()
+        files = ["--python-version", python, str(source), "-o", target]
+        command = [sys.executable, "-m", "uv", "pip", "compile", "-q", *how, *files]
         session.run(*command, external=True)
 
 
