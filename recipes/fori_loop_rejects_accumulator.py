@@ -49,7 +49,7 @@ def accumulate_grads(loss_fn, model, minibatches):
 # Call it inside the jitted step, then `optimizer.update(model, grads)`. The optimizer has no reason to be
 # in the carry.
 #
-# ## A `State` rebuilt by `jax.tree.map` is refused
+# ## Carry a `State` rebuilt by `jax.tree.map`
 #
 # This body adds to a `State` with `jax.tree.map` and does nothing else. In graph mode, the default,
 # `nnx.fori_loop` refuses it from Flax 0.11.0 to 0.12.2 and accepts it since 0.12.3: **in graph mode,
