@@ -105,7 +105,7 @@ minibatches = jax.tree.map(lambda a: a.reshape(4, 8, *a.shape[1:]), batch)
 def max_difference(actual, expected):
     actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
     assert len(actual) == len(expected) > 0
-    return max(np.max(np.abs(np.subtract(a, b))) for a, b in zip(actual, expected))
+    return np.max([np.max(np.abs(np.subtract(a, b))) for a, b in zip(actual, expected)])
 
 
 # %% tags=["proof"]

@@ -93,7 +93,7 @@ batch = (x, 2 * x)
 
 def max_difference(tree, other):
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return max(float(jnp.abs(a - b).max()) for a, b in pairs)
+    return jnp.max(jnp.array([jnp.abs(a - b).max() for a, b in pairs]))
 
 
 # %% tags=["proof"]

@@ -121,7 +121,9 @@ def arrays(tree):
 
 
 def max_difference(tree, other):
-    return max(np.abs(a.astype(float) - b).max() for a, b in zip(arrays(tree), arrays(other), strict=True))
+    return np.max(
+        [np.abs(a.astype(float) - b).max() for a, b in zip(arrays(tree), arrays(other), strict=True)]
+    )
 
 
 scanned, looped = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))

@@ -477,8 +477,8 @@ print("sum:", float(device_sums(rows)[0]))
 # %% [markdown]
 # ## When to prefer another recipe
 #
-# - The structure of the carry changes, or its references: [structure and reference
-#   errors](structure_mismatch_catalogue.py).
+# - The structure of the carry changes, or its references: [the carry does not come back as it went
+#   in](structure_mismatch_catalogue.py) or [Modules that change in a loop](module_changes_in_a_loop.py).
 # - Everything is float32: [accumulate with split and merge](accumulate_with_split_merge.py) is shorter.
 # - You want an NNX loop: [`nnx.scan`](accumulate_with_scan.py) or
 #   [`nnx.fori_loop`](accumulate_with_fori_loop.py).

@@ -860,8 +860,8 @@ Markdown("\n".join(f"| {' | '.join(row)} |" for row in table))
 #
 # ## When to prefer another recipe
 #
-# - The error is about structure or references and names a loop: [structure and reference
-#   errors](structure_mismatch_catalogue.py).
+# - The error is about structure or references and names a loop: [the carry does not come back as it went
+#   in](structure_mismatch_catalogue.py) or [Modules that change in a loop](module_changes_in_a_loop.py).
 # - The error is about shapes or dtypes of the carry: [the carry changes dtype or
 #   shape](carry_dtype_and_shape.py).
 # - You want a whole loop to paste: [accumulate with split and merge](accumulate_with_split_merge.py) or [a

@@ -395,7 +395,7 @@ assert updated.mean[...] == looped.mean[...] == 1 - 0.5**4
 # ### The same module twice in the carry
 #
 # Graph mode keeps them one object. In tree mode `nnx.fori_loop` makes two of them and writes both back, the second one last: what the body wrote
-# to the first is lost. `nnx.scan` [raises](structure_mismatch_catalogue.py).
+# to the first is lost. `nnx.scan` [raises](module_changes_in_a_loop.py#tree-mode-nnxscan-the-same-module-twice-in-the-carry).
 
 
 # %% tags=["raises-exception"] raises=[{"error": "AssertionError", "match": "did not move: mean, var", "mode": "tree"}]

@@ -320,8 +320,8 @@ print(f"calls: {model.calls[...]:.0f}")
 
 # %% [markdown]
 # `nnx.jit` and `nnx.cond` have no carry. They may return another model; in tree mode they may not return
-# the one that they were given, which holds the changes anyway. Each message of a loop about structure is in
-# [structure and reference errors](structure_mismatch_catalogue.py).
+# the one that they were given, which holds the changes anyway. The messages of the loops about a changed Module
+# are in [Modules that change in a loop](module_changes_in_a_loop.py).
 #
 # ## Python values are static
 #
@@ -742,8 +742,10 @@ Markdown(tables())
 #
 # - You have the message `Cannot mutate` or `Cannot extract graph node`: [different trace
 #   level](different_trace_level.py).
-# - A message about structure or references: [structure and reference
-#   errors](structure_mismatch_catalogue.py).
+# - A message about structure or references: [the carry does not come back as it went
+#   in](structure_mismatch_catalogue.py) or [Modules that change in a loop](module_changes_in_a_loop.py).
+# - A message about the arguments of the body, `in_axes` or `out_axes`: [arguments and axes of the
+#   loops](loop_arguments_and_axes.py).
 # - Nothing raises and the numbers are wrong: [wrong results that raise nothing](silent_wrong_results.py).
 # - You accumulate gradients: [with `nnx.fori_loop`](accumulate_with_fori_loop.py), [with
 #   `nnx.scan`](accumulate_with_scan.py) or [with split and merge](accumulate_with_split_merge.py).
