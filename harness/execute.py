@@ -19,10 +19,12 @@ from functools import cache
 from pathlib import Path
 
 import nbformat
+from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
+from harness import kernels
 from harness.contract import Recipe, RecipeError
 from harness.rows import ROOT, Row
 
@@ -32,6 +34,7 @@ COMPILED = ROOT / "build" / "compiled"  # by XLA, for each row: an edited recipe
 EXECUTOR = [
     Path(__file__),
     ROOT / "harness" / "contract.py",
+    ROOT / "harness" / "kernels.py",
 ]  # a change of these executes everything again
 
 # Run in the kernel before the first cell. Warnings that a reader's code would cause are errors; plots are SVG whose
@@ -155,6 +158,8 @@ def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS) -> NotebookNode
             resources={"metadata": {"path": scratch}},
         )
         client.km = client.create_kernel_manager()
+        if forked := kernels.command(_kernel_environment(row)):
+            client.km._kernel_spec = KernelSpec(argv=forked, display_name="Python 3", language="python")
         if os.name == "posix":  # quiet, and no port is opened; the path must be absolute and short
             client.km.transport, client.km.ip = "ipc", f"{scratch}/k"
         try:
@@ -220,9 +225,13 @@ def _execute_cell(client, recipe: Recipe, row: Row, index: int, cell: NotebookNo
 
 def _kernel_environment(row: Row) -> dict[str, str]:
     """The caller's environment without its settings of JAX and Flax, and with the row's own."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "FLAX_", "NNX_"))}
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "FLAX_", "NNX_", "PYTEST_"))
+    }
     fixed = {
         "JAX_PLATFORMS": "cpu",
+        # Machine code is made without LLVM's optimizations, in half the time. The HLO, which pages show, is the same.
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "JAX_COMPILATION_CACHE_DIR": str(COMPILED / row.name),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -5,6 +5,7 @@ made again when a case, the row's lock or this file changes.
 """
 
 import hashlib
+import os
 import shutil
 import traceback
 import warnings
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import rows
+from harness import execute, rows
 
 CASES = sorted((rows.ROOT / "tests" / "reports").glob("*.py"))
 TRACEBACKS = rows.ROOT / "build" / "tracebacks"
@@ -26,6 +27,7 @@ def test_tracebacks_of_the_reports(row):
     stamp = folder / "made-from"
     if stamp.exists() and stamp.read_text() == digest:
         return
+    os.environ |= execute._kernel_environment(row)
     import jax  # here, since an unchanged row needs no JAX
 
     jax.config.update("jax_num_cpu_devices", 8)
