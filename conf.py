@@ -1,19 +1,26 @@
 """Sphinx configuration: pages come from `index.md`, `docs/` and, merged from their executed notebooks, `recipes/`."""
 
 import os
+import re
 import sys
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import furo
+from docutils import nodes
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from harness import contract, errors, execute, merge, outcomes, rows  # noqa: E402
+from harness import links, origin, pages, rows  # noqa: E402
 
 project = "NNX Loop Recipes"
 author = "NNX Loop Recipes contributors"
 copyright = author
 language = "en"
-extensions = ["myst_parser", "sphinx_copybutton", "sphinx_design"]
+extensions = ["myst_parser", "notfound.extension", "sphinx_copybutton", "sphinx_design"]
 include_patterns = ["index.md", "docs/**.md", "recipes/*.py"]
 source_suffix = {".md": "markdown", ".py": "markdown"}
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -28,77 +35,91 @@ html_static_path = ["docs/_static"]
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_copy_source = False
+html_use_index = False
+html_show_search_summary = False  # reads pages by requests, which a browser refuses for files
 html_show_sourcelink = False
 
+HOME = origin.known()
+html_baseurl = HOME.site
+notfound_urls_prefix = urlsplit(HOME.site).path or "/"
+notfound_context = {
+    "title": "No such page",
+    "body": "<h1>No such page</h1><p>Pages of this site keep their address, so the link may be mistyped.</p>"
+    f'<form role="search" action="{notfound_urls_prefix}search.html"><label>Search <input type="search" name="q">'
+    f'</label> <button>Search</button></form><p><a href="{notfound_urls_prefix}index.html">All recipes</a></p>',
+}
+# The theme's one inline script, by its digest: no other script that stands in a page runs.
+INLINE = re.findall(
+    r"<script>(.*?)</script>", (furo.THEME_PATH / "base.html").read_text(encoding="utf-8"), re.S
+)
+DIGESTS = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in INLINE)
+POLICY = (
+    f"default-src 'self'; script-src 'self' {DIGESTS}; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+)
 ROWS = rows.load()
 HERE = rows.interpreters()
 ABSENT = {row.name: row.lacks(HERE) for row in ROWS if not row.interpreter(HERE)}
 REQUIRED = set(os.environ.get("NNX_SITE_ROWS", "").split())  # the rows that the calling session has just run
 
 
-SCRIPT: list[str] = []  # what the paste box searches
-PAGES: dict[str, str] = {}  # generated text by page, made once before anything is read
-
-
-def pages() -> dict[str, str]:
-    """The text of every page that is made from executed notebooks, by page name."""
-    results = []
-    for name in contract.names():
-        recipe = contract.read(contract.RECIPES / f"{name}.py")
-        contract.check_ranges(recipe, ROWS)
-        results.append(outcomes.gather(recipe, ROWS, REQUIRED, ABSENT))
-    texts = {
-        name: (ROOT / f"{name}.md").read_text(encoding="utf-8")
-        for name in ("index", "docs/errors", "docs/releases")
-    }
-    made = {
-        "[recipes]": outcomes.listing(results, texts["index"]),
-        "[outcomes]": outcomes.table(results, ROWS),
-        "[environments]": outcomes.environments(results, ROWS, ABSENT),
-        "[errors]": errors.listing(results, merge.fence),
-        "[symptoms]": errors.symptoms(results),
-    }
-    for name in texts:
-        root = "../" * name.count("/")
-        made["[paste]"] = merge.raw(
-            f'<div id="paste" data-root="{root}"><p><a href="{root}docs/errors.html">Find your error in the index</a></p></div>'
-        )
-        for place, text in made.items():
-            texts[name] = texts[name].replace(place, text)
-    SCRIPT.append(errors.paste_index(results, ROWS))
-    return texts | {f"recipes/{result.recipe.name}": merge.page(result) for result in results}
+MADE: list[pages.Pages] = []  # made once, before anything is read
 
 
 def outdated(app, env, added, changed, removed) -> list[str]:
     """Make the generated pages; name those whose text is not what was read last."""
     try:
-        PAGES.update(pages())
-    except (contract.RecipeError, execute.ExecutedError) as error:
+        made = pages.make(ROWS, REQUIRED, ABSENT)
+    except pages.ERRORS as error:
         sys.exit(f"\n{error}\n")  # the message alone, without Sphinx's report of an internal error
-    last, env.generated = getattr(env, "generated", {}), dict(PAGES)
-    return [name for name, text in PAGES.items() if last.get(name) != text]
+    MADE.append(made)
+    last, env.generated = getattr(env, "generated", {}), dict(made.texts)
+    return [name for name, text in made.texts.items() if last.get(name) != text]
 
 
 def read_source(app, docname: str, source: list[str]) -> None:
     """Put a generated page in the place of its file's text."""
-    source[0] = PAGES.get(docname, source[0])
+    source[0] = MADE[-1].texts.get(docname, source[0])
 
 
-def add_paste_box(app, pagename: str, templatename, context, doctree) -> None:
-    """Only the pages that have the paste box load its scripts."""
+def keep_short_anchors(app, doctree) -> None:
+    """An entry of the errors page has the anchor that it was given, and none that was made from its long heading."""
+    if app.env.current_document.docname == "docs/errors":
+        given = {anchor for name, anchor in doctree.nameids.items() if doctree.nametypes[name]}
+        for section in doctree.findall(nodes.section):
+            section["ids"] = [anchor for anchor in section["ids"] if anchor in given] or section["ids"]
+
+
+def furnish(app, pagename: str, templatename, context, doctree) -> None:
+    """Give a page its anchors of old, what a link to it shows elsewhere, and the paste box's scripts if it has one."""
+    if "body" in context:
+        context["body"] = links.keep_anchors(f"{pagename}.html", context["body"], app.config.nnx_redirects)
+    described = re.search(r'<meta content="([^"]*)" name="description"', context.get("metatags", ""))
+    context["og"] = {
+        "site_name": project,
+        "type": "article" if pagename.startswith("recipes/") else "website",
+        "title": context.get("title", project),
+        "description": described[1] if described else "",
+        "url": f"{HOME.site}{pagename}.html" if HOME.site else "",
+    }
+    context["content_security_policy"] = POLICY
     if pagename in ("index", "docs/errors"):
         app.add_js_file("paste_index.js", defer="defer")
         app.add_js_file("paste.js", defer="defer")
 
 
-def write_script(app, error) -> None:
-    """Put the paste box's index beside the other scripts."""
+def write_files(app, error) -> None:
+    """Write the files beside the pages, and a page at each address that was moved."""
     if not error:
-        (Path(app.outdir) / "_static" / "paste_index.js").write_text(SCRIPT[-1], encoding="utf-8")
+        sheet = Path(app.outdir) / "_static" / "sphinx-design.min.css"
+        sheet.write_text(pages.tabs_alone(sheet.read_text(encoding="utf-8")), encoding="utf-8")
+        moved = {old: new for old, new in app.config.nnx_redirects.items() if "#" not in old}
+        pages.write(MADE[-1], Path(app.outdir), {old: links.stub(old, new) for old, new in moved.items()})
 
 
 def setup(app) -> None:
-    app.connect("html-page-context", add_paste_box)
-    app.connect("build-finished", write_script)
+    app.add_config_value("nnx_redirects", links.redirects(), "html")  # a change writes every page again
     app.connect("env-get-outdated", outdated)
     app.connect("source-read", read_source)
+    app.connect("doctree-read", keep_short_anchors)
+    app.connect("html-page-context", furnish)
+    app.connect("build-finished", write_files)

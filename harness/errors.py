@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from nbformat import NotebookNode
 
@@ -12,6 +13,7 @@ from harness.contract import Raises, Recipe
 from harness.outcomes import Result
 from harness.rows import Row
 
+ANCHOR = 60  # the length of an entry's anchor; a longer one is cut and ends in four digits that keep it apart
 TELLING = 1500  # characters of a message whose words the paste box compares: its head tells causes apart
 
 
@@ -44,7 +46,10 @@ class Entry:
     @property
     def anchor(self) -> str:
         """Its address on the errors page: it stays while class and fragment stay as the recipes declare them."""
-        return re.sub(r"[^a-z0-9]+", "-", f"{self.error} {self.match}".lower()).strip("-")
+        whole = re.sub(r"[^a-z0-9]+", "-", f"{self.error} {self.match}".lower()).strip("-")
+        if len(whole) <= ANCHOR:
+            return whole
+        return f"{whole[:ANCHOR].rpartition('-')[0]}-{sha256(whole.encode()).hexdigest()[:4]}"
 
 
 def slug(heading: str) -> str:
@@ -52,9 +57,10 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower().strip()).replace(" ", "-")
 
 
-def places(results: list[Result]) -> list[Place]:
+def places(results: list[Result], declared_too: bool = False) -> list[Place]:
     """Every raising cell of every recipe, by what it declares.
 
+    With `declared_too`, also what only rows raise that this build has not executed; its place has no messages.
     An AssertionError with a text is a recipe's own check at work and no message that a library prints.
     """
     found = []
@@ -68,7 +74,8 @@ def places(results: list[Result]) -> list[Place]:
                     for row, error in raised.items()
                     if error and result.recipe.expected(index, row) is declared
                 }
-                if messages and not (declared.error == "AssertionError" and any(messages.values())):
+                own_check = declared.error == "AssertionError" and declared.match
+                if (messages or declared_too) and not own_check:
                     passes = tuple(row for row, error in raised.items() if not error)
                     calls = tuple(dict.fromkeys(re.findall(r"\b(?:nnx|jax|optax)(?:\.\w+)+", cell.source)))
                     typical = index == result.recipe.outcome
@@ -95,7 +102,7 @@ def listing(results: list[Result], fence) -> str:
     `fence(text, language, name)` makes a code block.
     """
     parts, last = [], None
-    for entry in entries(places(results)):
+    for entry in entries(places(results, declared_too=True)):
         if entry.error != last:
             parts.append(f"## `{entry.error}`")
             last = entry.error
@@ -110,12 +117,14 @@ def listing(results: list[Result], fence) -> str:
             message = f"{entry.error}: {first_line}" if first_line else entry.error
             empty = "" if first_line else ", with an empty message"
             parts.append(f"On {where}{empty}:\n\n{fence(message, 'text', 'message')}")
+        if not texts:
+            parts.append("Not run in this build, so that no message stands here.")
         for place in entry.places:
-            rows = ", ".join(f"`{row.name}`" for row in place.messages)
+            rows = ", ".join(f"`{row.name}`" for row in place.messages) or str(place.declared.where)
             runs = ", ".join(f"`{row.name}`" for row in place.passes)
             runs = f"; the same code runs on {runs}" if runs else ""
             link = f"[{place.heading}](../recipes/{place.recipe.name}.py#{slug(place.heading)})"
-            parts.append(f"- {link}: raises on {rows}{runs}.")
+            parts.append(f"- {link}: {'raises' if place.messages else 'declared to raise'} on {rows}{runs}.")
     return "\n\n".join(parts)
 
 

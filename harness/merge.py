@@ -8,21 +8,29 @@ from html import escape
 
 from nbformat import NotebookNode
 
-from harness import outcomes
+from harness import downloads, outcomes, replies
+from harness.origin import Origin
 from harness.outcomes import Result
 from harness.rows import Row
 
 
-def page(result: Result) -> str:
-    """The MyST Markdown of a recipe's page. Text and code come from the recipe, every output from a run."""
+def page(result: Result, origin: Origin, commit: str) -> str:
+    """The MyST Markdown of a recipe's page. Text and code come from the recipe, every output from a run.
+
+    `commit` is that of the recipe, empty where it is not known.
+    """
     recipe = result.recipe
-    parts = [f"---\nmyst: {{html_meta: {{description: {json.dumps(recipe.summary)}}}}}\n---"]
+    parts = [
+        f"---\nmyst: {{html_meta: {{description: {json.dumps(recipe.summary)}}}}}\n---",
+        f"({recipe.name})=",
+    ]
+    head = raw(outcomes.chips(result) + replies.buttons(result) + outcomes.verified(result, commit))
     for index, cell in enumerate(recipe.notebook.cells):
         if cell.cell_type == "markdown":
             text = cell.source
             if index == 0:
                 lead, _, rest = text.partition("\n## ")
-                text = f"{lead}\n\n{raw(outcomes.chips(result))}\n\n" + (f"## {rest}" if rest else "")
+                text = f"{lead}\n\n{head}\n\n" + (f"## {rest}" if rest else "")
             parts.append(text)
         elif cell.cell_type == "code":
             tags = cell.metadata.get("tags", [])
@@ -30,7 +38,7 @@ def page(result: Result) -> str:
             parts.append(fence(cell.source, "python", name))
             ran = {row: notebook.cells[index].outputs for row, notebook in result.notebooks.items()}
             parts.append(_outputs(ran, f"{recipe.name}-{index}", recipe.heading(index)))
-    parts.append(f"---\n\n{outcomes.verified(result)}")
+    parts.append(f"---\n\n{raw(downloads.links(result, origin, commit))}")
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -38,11 +46,13 @@ def _outputs(ran: dict[Row, list[NotebookNode]], prefix: str, heading: str) -> s
     """The outputs of one cell: once where all rows agree, else a tab for each row, newest first."""
     if len({_seen(outputs) for outputs in ran.values()}) == 1:
         newest = next(iter(ran))
-        return _row(ran[newest], list(ran), newest, prefix, heading, len(ran) > 1)
+        return show(ran[newest], list(ran), newest, prefix, heading, len(ran) > 1)
     tabs = []
     for row, outputs in ran.items():
         same = [other for other in ran if _seen(ran[other]) == _seen(outputs)]
-        body = _row(outputs, same, row, f"{prefix}-{row.name}", heading, False) or "Runs, and prints nothing."
+        first = same[0] is row  # the same message again needs no second traceback
+        body = show(outputs, same, row, f"{prefix}-{row.name}", heading, False, first)
+        body = body or "Runs, and prints nothing."
         tabs.append(f":::::{{tab-item}} {row.name}\n:sync: {row.name}\n\n{body}\n:::::")
     return "::::::{tab-set}\n:sync-group: flax\n\n" + "\n".join(tabs) + "\n::::::"
 
@@ -55,14 +65,14 @@ def _seen(outputs: list[NotebookNode]) -> str:
     )
 
 
-def _row(outputs, same: list[Row], row: Row, prefix: str, heading: str, several: bool) -> str:
-    """The outputs of one cell under one row; `same` are the rows that did the same."""
+def show(outputs, same: list[Row], row: Row, prefix: str, heading: str, several: bool, traced=True) -> str:
+    """The outputs of one cell under one row; `same` are the rows that did the same. `traced`: with tracebacks."""
     parts = []
     for number, output in enumerate(outputs):
         if output.output_type == "stream":
             parts.append(fence(output.text.rstrip("\n"), "text", "output"))
         elif output.output_type == "error":
-            parts.append(_error(output, same, row, several))
+            parts.append(_error(output, same, row, several, traced))
         elif "image/svg+xml" in output.data:
             parts.append(raw(_svg(output.data["image/svg+xml"], f"{prefix}-{number}", heading)))
         elif "text/markdown" in output.data:
@@ -72,15 +82,41 @@ def _row(outputs, same: list[Row], row: Row, prefix: str, heading: str, several:
     return "\n\n".join(parts)
 
 
-def _error(output: NotebookNode, same: list[Row], row: Row, several: bool) -> str:
+def _error(output: NotebookNode, same: list[Row], row: Row, several: bool, traced: bool) -> str:
     """An exception: its class and rows in words, its whole message, and the traceback folded."""
     where = "every release run here" if several else ", ".join(f"`{r.name}`" for r in same)
     message = f"{output.ename}: {output.evalue}" if output.evalue else output.ename
-    trace = fence("\n".join(output.traceback), "text", "output")
+    trace = escape(shortened("\n".join(output.traceback)))
+    folded = raw(f"<details><summary>Traceback under {row.name}</summary><pre>{trace}</pre></details>")
     return (
         f"::::{{div}} raises\n\n**Raises** `{output.ename}` on {where}\n\n{fence(message, 'text', 'output')}\n\n"
-        f":::{{dropdown}} Traceback under {row.name}\n\n{trace}\n:::\n::::"
+        + f"{folded}\n\n" * traced
+        + "::::"
     )
+
+
+def shortened(traceback: str) -> str:
+    """A traceback with the reader's frames and the last one, the others counted; of a chain, the exceptions before.
+
+    The message, which stands above it whole, is cut to its first line.
+    """
+    *before, last = re.split(r"\n\n+(?=Traceback \(most recent)", traceback.strip())
+    kept, passed = [], []
+    for chain in before:
+        kept += [
+            part.splitlines()[0] for part in re.split(r"\n\n+", chain)[-2:]
+        ]  # exception, "During handling"
+    for part in re.split(r"\n\n+", last):
+        if part.startswith("  File "):
+            passed.append(part)
+            continue
+        if passed:
+            ending = [] if part.startswith("  Cell In") else [passed.pop()]
+            kept += [f"  ... {len(passed)} in libraries"] * bool(passed) + ending
+            passed = []
+        first, *rest = part.splitlines()
+        kept.append(part if part.startswith("  Cell In") else first + " ..." * bool(rest))
+    return "\n".join(kept)
 
 
 def fence(text: str, language: str, name: str) -> str:
@@ -91,7 +127,8 @@ def fence(text: str, language: str, name: str) -> str:
 
 def raw(html: str) -> str:
     """HTML as it is."""
-    return f"```{{raw}} html\n{html}\n```"
+    ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", html)), default=0))
+    return f"{ticks}{{raw}} html\n{html}\n{ticks}"
 
 
 def _svg(svg: str, prefix: str, heading: str) -> str:

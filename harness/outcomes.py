@@ -82,41 +82,63 @@ def chips(result: Result) -> str:
         if row in result.notebooks:
             text = f'<a href="?flax={escape(row.name)}">{text}</a>'
         items.append(f'<li class="{outcome.kind.split()[0]}">{text}</li>')
-    return f'<ul class="rows" aria-label="What happened under each row">{"".join(items)}</ul>'
+    return f'<ul class="rows">{"".join(items)}</ul>'
 
 
-def verified(result: Result) -> str:
-    """Under which releases and when the page was executed (Markdown)."""
-    records = {row: notebook.metadata["executed"] for row, notebook in result.notebooks.items()}
-    dates = sorted({record["date"] for record in records.values()})
-    rows = ", ".join(f"`{row.name}`" for row in records)
-    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    left = [f"`{row.name}`" for row, outcome in result.outcomes.items() if outcome.kind == "not run"]
+def dates(result: Result) -> str:
+    """The day, or the first and last day, on which the recipe was executed."""
+    found = sorted({notebook.metadata["executed"]["date"] for notebook in result.notebooks.values()})
+    return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+
+
+def verified(result: Result, commit: str) -> str:
+    """Under which releases, when, and from which commit the page was executed (HTML)."""
+    rows = ", ".join(f"<code>{escape(row.name)}</code>" for row in result.notebooks)
+    left = [row.name for row, outcome in result.outcomes.items() if outcome.kind == "not run"]
     rest = f" Not run in this build: {', '.join(left)}." if left else ""
-    return f"Executed under Flax {rows} on {when}.{rest} [All releases](../docs/releases.md)."
+    source = f"commit <code>{escape(commit)}</code>" if commit else "a working copy"
+    return (
+        f'<p class="verified">Verified with Flax {rows} on {dates(result)}, from {source}.{rest} '
+        '<a href="../docs/releases.html">All releases</a></p>'
+    )
 
 
-def listing(results: list[Result], home: str) -> str:
-    """The recipes in the order that the home page lists them, each with its summary and outcomes (Markdown)."""
+def summary(results: list[Result]) -> str:
+    """What the whole build was executed with (Markdown)."""
+    rows = list(dict.fromkeys(row for result in results for row in result.notebooks))
+    every = [row for row in rows if all(r.outcomes[row].kind != "not run" for r in results)]
+    some = [row for row in rows if row not in every]
+    days = sorted({day for result in results for day in dates(result).split(" to ")})
+    named = ", ".join(f"`{row.name}`" for row in every)
+    partly = f", and in part with {', '.join(f'`{row.name}`' for row in some)}" if some else ""
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"{len(results)} recipes, executed with Flax {named}{partly} on {when}."
+
+
+def listing(results: list[Result], groups: list[tuple[str, list[str]]]) -> str:
+    """The recipes by group, each with its summary and outcomes (Markdown)."""
+    by_name = {result.recipe.name: result for result in results}
     lines = []
-    for result in sorted(results, key=lambda result: home.find(f"recipes/{result.recipe.name}\n")):
-        page = f"recipes/{result.recipe.name}.html"
-        about = _code(escape(result.recipe.outcome_heading or "The snippet and its proofs"))
-        ran = ", ".join(
-            f'<a href="{page}?flax={row.name}">{row.name}</a> {_words(result.outcomes[row])}'
-            for row in result.notebooks
-        )
-        lines.append(
-            f"[{result.recipe.title}](recipes/{result.recipe.name}.py)\n"
-            f": {result.recipe.summary} <br><small>{about}: {ran}</small>\n"
-        )
+    for caption, names in groups:
+        lines.append(f"### {caption}\n")
+        for result in (by_name[name] for name in names):
+            page = f"recipes/{result.recipe.name}.html"
+            about = _code(escape(result.recipe.outcome_heading or "The snippet and its proofs"))
+            ran = ", ".join(
+                f'<a href="{page}?flax={row.name}">{row.name}</a> {_words(result.outcomes[row])}'
+                for row in result.notebooks
+            )
+            lines.append(
+                f"[{result.recipe.title}](recipes/{result.recipe.name}.py)\n"
+                f": {result.recipe.summary} <br><small>{about}: {ran}</small>\n"
+            )
     return "\n".join(lines)
 
 
 def table(results: list[Result], rows: list[Row]) -> str:
-    """The table of recipes against rows, each cell a link to that page and tab (Markdown)."""
+    """The table of recipes against rows, each cell a link to that page and tab, with the reasons below it (HTML)."""
     head = "".join(f'<th scope="col">{escape(row.name)}</th>' for row in rows)
-    body = []
+    body, reasons = [], []
     for result in results:
         page = f"../recipes/{result.recipe.name}.html"
         cells = [f'<th scope="row"><a href="{page}">{_code(escape(result.recipe.title))}</a></th>']
@@ -125,12 +147,18 @@ def table(results: list[Result], rows: list[Row]) -> str:
             text = _words(outcome)
             if row in result.notebooks:
                 text = f'<a href="{page}?flax={escape(row.name)}">{text}</a>'
-            cells.append(f'<td title="{escape(outcome.detail)}">{text}</td>')
+            else:
+                if outcome.detail not in reasons:
+                    reasons.append(outcome.detail)
+                number = reasons.index(outcome.detail) + 1
+                text += f' <a href="#reason-{number}">({number})</a>'
+            cells.append(f"<td>{text}</td>")
         body.append(f"<tr>{''.join(cells)}</tr>")
+    notes = "".join(f'<li id="reason-{n}">{_code(escape(r))}</li>' for n, r in enumerate(reasons, 1))
     rows_html = "\n".join(body)
     return (
-        '```{raw} html\n<div class="wide"><table class="outcomes"><thead><tr><th scope="col">Recipe</th>'
-        f"{head}</tr></thead>\n<tbody>\n{rows_html}\n</tbody></table></div>\n```"
+        f'<div class="wide"><table class="outcomes"><thead><tr><th scope="col">Recipe</th>{head}</tr></thead>\n'
+        f"<tbody>\n{rows_html}\n</tbody></table></div>\n" + (f"<ol>{notes}</ol>" if notes else "")
     )
 
 

@@ -2,10 +2,14 @@
 
 import os
 import shutil
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import sync_playwright
 
+from harness import origin
 from tests.site import SITE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -31,13 +35,39 @@ def tab(browser):
     tab.outside, tab.errors = [], []
     tab.on(
         "request",
-        lambda request: request.url.startswith("file:") or tab.outside.append(request.url),
+        lambda request: (
+            request.url.startswith(("file:", "http://127.0.0.1:")) or tab.outside.append(request.url)
+        ),
     )
     tab.on("console", lambda message: message.type == "error" and tab.errors.append(message.text))
     tab.on("pageerror", lambda error: tab.errors.append(str(error)))
     yield tab
     assert not tab.outside and not tab.errors
     context.close()
+
+
+@pytest.fixture(scope="module")
+def served():
+    """The address of the site on a server that answers a missing page with 404.html, as its host does."""
+    root = urlsplit(origin.known().site).path or "/"
+
+    class Handler(SimpleHTTPRequestHandler):
+        def translate_path(self, path):
+            return str(SITE / urlsplit(path).path.removeprefix(root))
+
+        def send_error(self, code, message=None, explain=None):
+            self.send_response(200)  # a browser reports any other on the console
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write((SITE / "404.html").read_bytes())
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}{root}"
+        server.shutdown()
 
 
 def url(address):

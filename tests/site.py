@@ -3,10 +3,11 @@
 import os
 from functools import cache
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from bs4 import BeautifulSoup
 
-from harness import contract, rows
+from harness import contract, origin, rows
 
 SITE = rows.ROOT / "build" / "html"
 SHOWN = os.environ.get("NNX_SITE_ROWS", "").split()  # newest first, as the session that built the site says
@@ -25,6 +26,16 @@ def shown(recipe: contract.Recipe) -> list[rows.Row]:
 def addresses() -> list[str]:
     """Every page, for example `recipes/x.html`."""
     return sorted(str(path.relative_to(SITE).as_posix()) for path in SITE.rglob("*.html"))
+
+
+def target(address: str, link: str) -> Path:
+    """The file that a link on a page leads to. Links of 404.html start at the root that the site is served from."""
+    path, root = unquote(urlsplit(link).path), urlsplit(origin.known().site).path or "/"
+    if not path:
+        return SITE / address
+    return (
+        SITE / path.removeprefix(root) if path.startswith("/") else ((SITE / address).parent / path).resolve()
+    )
 
 
 @cache

@@ -6,7 +6,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 import pytest
 
 from harness import contract, execute, rows
-from tests.site import SHOWN, SITE, addresses, page, panel, shown
+from tests.site import SHOWN, SITE, addresses, page, panel, shown, target
 
 NAMES = contract.names()
 
@@ -61,14 +61,12 @@ def test_links_and_anchors_resolve_and_ids_are_unique(address):
     soup = page(address)
     ids = [tag["id"] for tag in soup.select("[id]")]
     assert len(ids) == len(set(ids)), sorted({i for i in ids if ids.count(i) > 1})
-    here = SITE / address
     for tag in soup.select("a[href], link[href], script[src], img[src]"):
         link = tag.get("href") or tag.get("src")
-        target, anchor = urldefrag(link)
-        if urlsplit(target).scheme:
+        anchor = urldefrag(link).fragment
+        if urlsplit(link).scheme:
             continue
-        path = unquote(urlsplit(target).path)
-        file = (here.parent / path).resolve() if path else here
+        file = target(address, link)
         assert file.exists(), f"{address}: {link} leads nowhere"
         if anchor and file.suffix == ".html":
             other = file.relative_to(SITE).as_posix()
@@ -86,7 +84,7 @@ def test_nothing_is_requested_from_another_site(address):
     loads += re.findall(r"url\(([^)]+)\)", " ".join(tag.get_text() for tag in soup.select("style")))
     assert not [link for link in loads if urlsplit(link.strip("'\"")).netloc]
     for sheet in soup.select("link[rel=stylesheet]"):
-        text = (SITE / address).parent.joinpath(urlsplit(sheet["href"]).path).read_text(encoding="utf-8")
+        text = target(address, sheet["href"]).read_text(encoding="utf-8")
         assert not re.search(r"@import|url\(['\"]?(https?:)?//", text), sheet["href"]
 
 

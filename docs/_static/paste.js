@@ -56,9 +56,9 @@
     const lengths = runs.map(([from, to]) => place.parts.slice(from, to).join("").length);
     const longest = Math.max(0, ...lengths);
     const covered = lengths.reduce((sum, length) => sum + length, 0) / size;
-    // An incomplete fragment counts only with its class, a short one only in a text about JAX or Flax.
+    // An incomplete fragment counts only with its class or if much of it is there, a short one only in a text about JAX.
     if (covered < 0.6 || longest < 8 || (covered < 1 && longest < 16)) return null;
-    if ((!named && (covered < 1 || place.parts.length < 4)) || ((longest < 28 || place.plain) && !paste.ours)) return null;
+    if ((!named && ((covered < 1 && longest < 40) || place.parts.length < 4)) || ((longest < 28 || place.plain) && !paste.ours)) return null;
     let total = 0;
     let shared = 0;
     for (const word of place.rest) {

@@ -39,3 +39,25 @@
 // The theme has two asides without a name; a screen reader lists them by it.
 document.querySelector("aside.sidebar-drawer")?.setAttribute("aria-label", "All pages");
 document.querySelector("aside.toc-drawer")?.setAttribute("aria-label", "On this page");
+
+// The buttons that copy the snippet, and the reply with the address of this page for the release that is chosen.
+(() => {
+  const box = document.querySelector("div.copy");
+  if (!box || !navigator.clipboard) return;
+  const newest = document.querySelector("ul.rows a");
+  const address = () => {
+    const tab = document.querySelector(".sd-tab-set > input:checked + .sd-tab-label");
+    const row = tab?.dataset.syncId || new URLSearchParams(location.search).get("flax");
+    const known = [...document.querySelectorAll("ul.rows a")].some((a) => a.search === `?flax=${row}`);
+    const page = document.querySelector("link[rel=canonical]")?.href || location.href.replace(/[?#].*/, "");
+    return page + (known && newest.search !== `?flax=${row}` ? `?flax=${row}` : "");
+  };
+  box.addEventListener("click", async (event) => {
+    const name = event.target.dataset.copy;
+    if (!name) return;
+    const text = box.querySelector(`#copy-${name}`).content.textContent;
+    await navigator.clipboard.writeText(text.replace("PAGE-ADDRESS", address));
+    box.querySelector("[role=status]").textContent = `${name === "reply" ? "Reply" : "Snippet"} copied`;
+  });
+  box.hidden = false;
+})();
