@@ -33,6 +33,7 @@ html_title = project
 templates_path = ["docs/_templates"]
 html_static_path = ["docs/_static"]
 html_css_files = ["site.css"]
+html_favicon = "docs/_static/icon.svg"
 html_js_files = [("site.js", {"defer": "defer"})]
 html_copy_source = False
 html_use_index = False
@@ -44,7 +45,7 @@ html_baseurl = HOME.site
 notfound_urls_prefix = urlsplit(HOME.site).path or "/"
 notfound_context = {
     "title": "No such page",
-    "body": "<h1>No such page</h1><p>Pages of this site keep their address, so the link may be mistyped.</p>"
+    "body": "<h1>No such page</h1><p>The address may be mistyped, or cut.</p>"
     f'<form role="search" action="{notfound_urls_prefix}search.html"><label>Search <input type="search" name="q">'
     f'</label> <button>Search</button></form><p><a href="{notfound_urls_prefix}index.html">All recipes</a></p>',
 }
@@ -112,8 +113,11 @@ def write_files(app, error) -> None:
     if not error:
         sheet = Path(app.outdir) / "_static" / "sphinx-design.min.css"
         sheet.write_text(pages.tabs_alone(sheet.read_text(encoding="utf-8")), encoding="utf-8")
-        moved = {old: new for old, new in app.config.nnx_redirects.items() if "#" not in old}
-        pages.write(MADE[-1], Path(app.outdir), {old: links.stub(old, new) for old, new in moved.items()})
+        moved = app.config.nnx_redirects
+        stubs = {old: links.stub(old, moved) for old in moved if "#" not in old}
+        if clash := [old for old in stubs if old.removesuffix(".html") in app.env.found_docs]:
+            sys.exit(f"\n{clash[0]} is a page and has a redirect: take its line out of docs/redirects.txt\n")
+        pages.write(MADE[-1], Path(app.outdir), stubs)
 
 
 def setup(app) -> None:

@@ -77,11 +77,12 @@ def recipes(session: nox.Session, row: str) -> None:
 
 @nox.session(python=PYTHON[CONTRAST])
 def contrast(session: nox.Session) -> None:
-    """Execute under 0.12.2 the recipes that declare a difference there from the newest row."""
+    """Execute under 0.12.2 the recipes whose outcome there is another than under the newest row."""
     execute(session, CONTRAST, f"--differs-from={CURRENT}")
 
 
-EXECUTED = [f"recipes({row})" for row in SHOWN] if CI else [f"recipes({CURRENT})", "contrast"]
+EVERY = [f"recipes({row})" for row in SHOWN]
+EXECUTED = EVERY if CI else [f"recipes({CURRENT})", "contrast"]
 
 
 def build(session: nox.Session, rows_shown: list[str]) -> None:
@@ -99,7 +100,7 @@ def build(session: nox.Session, rows_shown: list[str]) -> None:
 
 @nox.session(python=PYTHON[CURRENT], requires=EXECUTED)
 def docs(session: nox.Session) -> None:
-    """Build the site from the newest row, from 0.12.2 where it differs, and from every other row that was executed."""
+    """Build the site from the newest row, from 0.12.2 where outcomes differ, and from what else was executed."""
     tell(session)
     session.install("--require-hashes", "-r", "requirements.txt")
     build(session, SHOWN)
@@ -107,9 +108,9 @@ def docs(session: nox.Session) -> None:
     session.log(f"The site is built. Open {(SITE / 'index.html').resolve().as_uri()}")
 
 
-@nox.session(python=PYTHON[CURRENT], requires=EXECUTED)
+@nox.session(python=PYTHON[CURRENT], requires=EVERY)
 def tests(session: nox.Session) -> None:
-    """Test everything: recipes (as for `docs`), harness, built site, site in a browser."""
+    """Test everything: recipes under the newest row and 0.12.2, harness, built site, site in a browser."""
     tell(session)
     session.install("--require-hashes", "-r", "requirements/tests.txt")
     build(session, SHOWN)
@@ -150,6 +151,13 @@ def lab(session: nox.Session) -> None:
     session.env["JUPYTER_CONFIG_DIR"] = str(Path("build/jupyter").resolve())  # the user's own is left alone
     session.run("jupytext-config", "set-default-viewer", "python", silent=True)
     session.run("jupyter", "lab", "recipes", *session.posargs)
+
+
+@nox.session(python=PYTHON[CURRENT])
+def bench(session: nox.Session) -> None:
+    """Measure the variants of a training step for the measurements page; `-- --quick` only tries the machinery."""
+    session.install("--require-hashes", "-r", "requirements.txt")
+    session.run("python", "-m", "bench.measure", *session.posargs)
 
 
 @nox.session(python=False)

@@ -112,9 +112,10 @@ class Recipe:
         return next((r for r in self.raises.get(index, ()) if r.where.holds(row)), None)
 
     def differs(self, row: Row, other: Row) -> bool:
-        """Whether the recipe declares that it does something else under `row` than under `other`."""
+        """Whether the recipe's outcome under `row` is declared to be another than under `other`."""
         applies = self.needs.holds(row) != self.needs.holds(other)
-        return applies or any(self.expected(i, row) is not self.expected(i, other) for i in self.raises)
+        index = self.outcome
+        return applies or (index is not None and self.expected(index, row) is not self.expected(index, other))
 
     def check(self, index: int, row: Row, raised: tuple[str, str] | None) -> None:
         """Compare what the cell raised, as (class, message) or None, with what it declares, both ways.

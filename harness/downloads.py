@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 import nbformat
@@ -14,31 +15,37 @@ from harness.outcomes import Result
 PINNED = ("flax", "jax", "optax")  # what decides a recipe's outcome; Colab has the rest
 
 
-def notebook(recipe: Recipe, first: tuple[dict, ...] = ()) -> str:
-    """The recipe as a notebook without outputs, after the cells `first` (JSON). The same recipe gives the same bytes."""
+def notebook(recipe: Recipe, site: str = "", first: tuple[dict, ...] = ()) -> str:
+    """The recipe as a notebook without outputs, after the cells `first` (JSON). The same recipe gives the same bytes.
+
+    Links to other recipes lead to their pages on `site`, or to the notebooks beside it where that is unknown.
+    """
     cells = [
         {"id": f"cell-{number}"} | cell
-        for number, cell in enumerate([*first, *map(_clean, recipe.notebook.cells)], 1)
+        for number, cell in enumerate([*first, *(_clean(cell, site) for cell in recipe.notebook.cells)], 1)
     ]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     made = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}
     return nbformat.writes(nbformat.from_dict(made)) + "\n"
 
 
-def _clean(cell: NotebookNode) -> dict:
+def _clean(cell: NotebookNode, site: str) -> dict:
     """A cell as it is downloaded: its source and its tags."""
-    tags = cell.metadata.get("tags")
-    kept = {"cell_type": cell.cell_type, "source": cell.source, "metadata": {"tags": tags} if tags else {}}
+    tags, source = cell.metadata.get("tags"), cell.source
+    if cell.cell_type == "markdown":
+        there = rf"]({site}recipes/\1.html\2)" if site else r"](\1.ipynb)"
+        source = re.sub(r"\]\((\w+)\.py(#[\w-]+)?\)", there, source)
+    kept = {"cell_type": cell.cell_type, "source": source, "metadata": {"tags": tags} if tags else {}}
     return kept | ({"execution_count": None, "outputs": []} if cell.cell_type == "code" else {})
 
 
-def colab(result: Result) -> str:
+def colab(result: Result, site: str = "") -> str:
     """The notebook for Colab: its first cell installs what the newest executed row has (JSON)."""
     row, executed = next(iter(result.notebooks.items()))
     versions = executed.metadata["executed"]["versions"]
     pins = " ".join(f'"{name}=={versions[name]}"' for name in PINNED)
     source = f"# The versions that this recipe was executed with (row {row.name}).\n%pip install -q {pins}"
-    return notebook(result.recipe, (_clean(nbformat.v4.new_code_cell(source)),))
+    return notebook(result.recipe, site, (_clean(nbformat.v4.new_code_cell(source), site),))
 
 
 def links(result: Result, origin: Origin, commit: str) -> str:

@@ -20,16 +20,8 @@ import time
 from functools import cache
 from pathlib import Path
 
-IMPORTED = (
-    "jax",
-    "jax.numpy",
-    "flax.nnx",
-    "optax",
-    "numpy",
-    "IPython",
-    "ipykernel.kernelapp",
-    "matplotlib_inline",
-)
+# Not matplotlib_inline: it looks for a running IPython when it is imported, and without one shows no plots.
+IMPORTED = ("jax", "jax.numpy", "flax.nnx", "optax", "numpy", "IPython", "ipykernel.kernelapp")
 READY_SECONDS = 120
 
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import re
 from html import escape
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from harness.rows import ROOT
 
 PUBLISHED = ROOT / "docs" / "links.txt"
 REDIRECTS = ROOT / "docs" / "redirects.txt"
+ADDRESS = re.compile(r"(?!/)(?!.*\.\.)[\w./-]+\.html(#[\w.-]+)?")  # a page of the site, or a place on one
 NOT_PAGES = {"404.html", "search.html", "genindex.html"}  # found without a link, or empty
 
 
@@ -56,21 +58,35 @@ def redirects(path: Path = REDIRECTS) -> dict[str, str]:
         if not line.strip() or line.startswith("# "):
             continue
         words = line.split()
-        if len(words) != 2 or words[0] == words[1] or words[0] in found:
+        if (
+            len(words) != 2
+            or not all(map(ADDRESS.fullmatch, words))
+            or words[0] == words[1]
+            or words[0] in found
+        ):
             raise LinkError(f"{path.name}, line {number}: expected `old new`, each old once; came `{line}`")
         found[words[0]] = words[1]
     return found
 
 
 def broken(there: set[str], wanted: list[str], moved: dict[str, str]) -> list[str]:
-    """What `wanted` has and neither `there` nor a redirect to something there: one message each, with the line to add."""
-    found = []
+    """What `wanted` has and neither `there` nor a redirect to something there: one message each, with the line to add.
+
+    An anchor of a page that moved is looked for on the new page, unless it has a redirect of its own.
+    """
+    found = [
+        f"{old} is there and has a redirect as well: take its line out of docs/redirects.txt"
+        for old in moved
+        if old in there
+    ]
     for address in wanted:
-        page, _, anchor = address.partition("#")
-        target = moved.get(address) or (moved.get(page, "") + f"#{anchor}" if page in moved else address)
-        if target in there or (address not in moved and page in moved and moved[page] in there):
+        page, hash_, anchor = address.partition("#")
+        target = moved.get(address) or (
+            moved[page].partition("#")[0] + hash_ + anchor if page in moved else address
+        )
+        if target in there:
             continue
-        if target != address:
+        if address in moved:
             found.append(f"{address} is redirected to {target}, which is not there: mend docs/redirects.txt")
         else:
             found.append(
@@ -91,15 +107,20 @@ def extend(site: Path) -> list[str]:
     return new
 
 
-def stub(old: str, new: str) -> str:
-    """The page at an old address (HTML): it leads on at once, with row and anchor where JavaScript runs."""
+def stub(old: str, moved: dict[str, str]) -> str:
+    """The page at an old address (HTML): it leads on at once, with row and anchor where JavaScript runs.
+
+    Anchors of the old page that moved to other places have links of their own.
+    """
     root = "../" * old.count("/")
-    target = escape(root + new)
+    target = escape(root + moved[old])
+    anchors = {a.partition("#")[2]: escape(root + new) for a, new in moved.items() if a.startswith(f"{old}#")}
+    links = "".join(f'<p id="{anchor}"><a href="{link}">{anchor}</a></p>' for anchor, link in anchors.items())
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Moved</title>'
         f'<meta http-equiv="refresh" content="1; url={target}"><link rel="canonical" href="{target}">'
         f'<script src="{root}_static/moved.js" defer></script></head>'
-        f'<body><p>This page is now <a href="{target}">here</a>.</p></body></html>\n'
+        f'<body><p>This page is now <a href="{target}">here</a>.</p>{links}</body></html>\n'
     )
 
 
@@ -110,9 +131,9 @@ def keep_anchors(page: str, body: str, moved: dict[str, str]) -> str:
         new_page, _, new_anchor = new.partition("#")
         if old_page != page or not old_anchor:
             continue
-        place = f'<section id="{new_anchor}"'
-        if new_page == page and place in body:
-            body = body.replace(place, f'<span id="{old_anchor}"></span>{place}', 1)
+        place = re.search(rf'<(section|span|div|p)\b[^>]*\bid="{re.escape(new_anchor)}"', body)
+        if new_page == page and place:
+            body = f'{body[: place.start()]}<span id="{old_anchor}"></span>{body[place.start() :]}'
         else:
             link = escape("../" * page.count("/") + new)
             body += f'<p id="{old_anchor}">What stood here is now <a href="{link}">on another page</a>.</p>'

@@ -102,8 +102,10 @@ def feed(changelog: str, origin: Origin) -> str:
     entries = []
     for section in re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]:
         heading, _, body = section.partition("\n")
-        if not re.fullmatch(r"\d{4}-\d\d-\d\d", heading):
-            raise ValueError(f"CHANGELOG.md: expected a heading `## YYYY-MM-DD`, found `## {heading}`")
+        if not re.fullmatch(r"\d{4}-\d\d-\d\d", heading) or _id(heading) in "".join(entries):
+            raise ValueError(
+                f"CHANGELOG.md: expected one heading `## YYYY-MM-DD` for a day, found `## {heading}`"
+            )
         items = [re.sub(r"\s+", " ", item).strip() for item in re.split(r"^- ", body, flags=re.MULTILINE)[1:]]
         html = "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
         entries.append(

@@ -74,7 +74,7 @@ def show(outputs, same: list[Row], row: Row, prefix: str, heading: str, several:
         elif output.output_type == "error":
             parts.append(_error(output, same, row, several, traced))
         elif "image/svg+xml" in output.data:
-            parts.append(raw(_svg(output.data["image/svg+xml"], f"{prefix}-{number}", heading)))
+            parts.append(raw(svg(output.data["image/svg+xml"], f"{prefix}-{number}", heading)))
         elif "text/markdown" in output.data:
             parts.append(output.data["text/markdown"])
         else:
@@ -131,7 +131,7 @@ def raw(html: str) -> str:
     return f"{ticks}{{raw}} html\n{html}\n{ticks}"
 
 
-def _svg(svg: str, prefix: str, heading: str) -> str:
+def svg(svg: str, prefix: str, heading: str) -> str:
     """A plot as inline SVG: black follows the theme, ids are the page's only, and it has a name."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)

@@ -7,6 +7,7 @@ unknown, and the pages leave out what needs them.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from dataclasses import dataclass
 from urllib.parse import urlencode
@@ -48,10 +49,14 @@ class Origin:
 def known() -> Origin:
     """The origin as the environment of this build tells it."""
     repository = os.environ.get("GITHUB_REPOSITORY", "")
+    if repository and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise ValueError(f"GITHUB_REPOSITORY: expected owner/name, found {repository!r}")
     owner, _, name = repository.partition("/")
     pages = f"{owner.lower()}.github.io"
     site = f"https://{pages}/" + ("" if name.lower() == pages else f"{name}/") if repository else ""
-    site = os.environ.get("NNX_SITE_URL", site)
+    site = os.environ.get("NNX_SITE_URL", site).strip()
+    if site and not re.fullmatch(r"https?://[\w.:-]+(/[\w./-]*)?", site):
+        raise ValueError(f"NNX_SITE_URL: expected an address such as https://loops.example/, found {site!r}")
     host = os.environ.get("GITHUB_SERVER_URL", Origin.host)
     return Origin(site.rstrip("/") + "/" if site else "", repository, host)
 

@@ -6,7 +6,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import contract, downloads, errors, execute, machine, merge, origin, outcomes, plain
+from harness import (
+    contract,
+    downloads,
+    errors,
+    execute,
+    machine,
+    measurements,
+    merge,
+    origin,
+    outcomes,
+    plain,
+)
 from harness.outcomes import Result
 from harness.rows import ROOT, Row
 
@@ -41,11 +52,14 @@ def make(rows: list[Row], required: set[str], absent: dict[str, str]) -> Pages:
         for path in [ROOT / "index.md", *sorted((ROOT / "docs").glob("*.md"))]
     }
     groups = grouped(prose["index"], results)
+    place = {name: number for number, name in enumerate(name for _, names in groups for name in names)}
+    results.sort(key=lambda result: place[result.recipe.name])
     made = {
         "[recipes]": outcomes.listing(results, groups),
         "[outcomes]": merge.raw(outcomes.table(results, rows)),
         "[environments]": outcomes.environments(results, rows, absent),
         "[verified]": outcomes.summary(results),
+        "[measurements]": measurements.page(ROOT / "docs" / "measurements.json"),
         "[errors]": errors.listing(results, merge.fence),
         "[symptoms]": errors.symptoms(results),
     }
@@ -76,8 +90,8 @@ def make(rows: list[Row], required: set[str], absent: dict[str, str]) -> Pages:
     for result in results:
         recipe = result.recipe
         files[f"recipes/{recipe.name}.py"] = recipe.source
-        files[f"recipes/{recipe.name}.ipynb"] = downloads.notebook(recipe)
-        files[f"colab/{recipe.name}.ipynb"] = downloads.colab(result)
+        files[f"recipes/{recipe.name}.ipynb"] = downloads.notebook(recipe, home.site)
+        files[f"colab/{recipe.name}.ipynb"] = downloads.colab(result, home.site)
     files |= {f"{name}.md": plain.markdown(text) for name, text in texts.items()}
     return Pages(texts, files)
 

@@ -21,9 +21,9 @@ def markdown(page: str) -> str:
     for line in lines:
         if opened := OPENS.match(line):
             out += _directive(*opened.groups(), lines)
-        elif fence := re.match(r"^(`{3,})", line):  # code that is already plain
+        elif fence := re.match(r"^(`{3,}|~{3,})[^`]*$", line):  # code that is already plain
             out.append("\n".join([line, *_until(fence[1], lines), fence[1]]))
-        elif not re.match(r"^\([\w-]+\)=$|^:{3,}$", line):
+        elif not re.match(r"^\([\w-]+\)=$|^:{3,}$|^:sync(-group)?: ", line):
             out.append(_links(line))
     text = [line for line, after in zip(out, [*out[1:], ""], strict=True) if line or after]
     return "\n".join(text).strip() + "\n"
@@ -33,7 +33,7 @@ def _until(fence: str, lines) -> list[str]:
     """The lines up to the one that closes a fence."""
     found = []
     for line in lines:
-        if line.rstrip() == fence:
+        if re.fullmatch(rf"{fence}{fence[0]}*\s*", line):
             return found
         found.append(line)
     raise ValueError(f"a block is not closed: expected {fence}")
@@ -42,19 +42,16 @@ def _until(fence: str, lines) -> list[str]:
 def _directive(fence: str, name: str, argument: str, lines) -> list[str]:
     """The plain lines of one directive; a directive that only holds others is left to the lines inside it."""
     if name == "code-block":
-        body = _until(fence, lines)
-        while body and (OPTION.match(body[0]) or not body[0]):
-            body.pop(0)
+        options, _, body = "\n".join(_until(fence, lines)).partition("\n\n")  # a blank line ends the options
+        body = body.split("\n") if OPTION.match(options) else [options, *([body] if body else [])]
         return ["\n".join([f"{fence}{argument}", *body, fence])]
     if name == "raw":
         return [_html("\n".join(_until(fence, lines)))]
     if name == "toctree":
         _until(fence, lines)
         return []
-    if name == "tab-item":
-        return [f"**{argument}:**"]
-    if name in ("div", "tab-set"):
-        return []
+    if name in ("div", "tab-set", "tab-item"):
+        return [f"**{argument}:**"] if name == "tab-item" else []
     raise ValueError(f"plain.py does not know the directive {{{name}}}: write out what it becomes")
 
 
@@ -63,6 +60,8 @@ def _html(html: str) -> str:
     soup, parts = BeautifulSoup(html, "html.parser"), []
     for tag in soup.find_all(["table", "ul", "ol", "svg", "p"]):
         if tag.name == "table":
+            for link in tag.select("td a"):  # each leads to a tab, which Markdown does not have
+                link.unwrap()
             rows = [[_inline(cell) for cell in row.find_all(["th", "td"])] for row in tag.find_all("tr")]
             rows.insert(1, ["---"] * len(rows[0]))
             parts.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
@@ -84,11 +83,15 @@ def _inline(tag) -> str:
         if link["href"].startswith(("?", "#")):  # a tab or a note of this page
             link.unwrap()
             continue
-        link.replace_with(_links(f"[{link.get_text()}]({link['href']})"))
+        place = re.sub(r"^(?!https?:)(.*)\.html(\?[^#]*)?", r"\1.md", link["href"])
+        link.replace_with(f"[{link.get_text()}]({place})")
     return re.sub(r"\s+", " ", tag.get_text()).strip()
 
 
 def _links(line: str) -> str:
     """Links between pages lead to their Markdown; `x.py` in a recipe is the page x."""
-    line = re.sub(r"\]\((?!https?:)([\w/.-]+)\.py(#[\w-]+)?\)", r"](\1.md\2)", line)
-    return re.sub(r"\]\((?!https?:)([\w/.-]+)\.html(\?flax=[\w.-]+)?(#[\w-]+)?\)", r"](\1.md\3)", line)
+    line = re.sub(
+        r" <br><small>(.*)</small>", lambda m: f" ({BeautifulSoup(m[1], 'html.parser').get_text()})", line
+    )
+    line = re.sub(r'<a href="([^"]+)">(.*?)</a>', r"[\2](\1)", line)
+    return re.sub(r"\]\((?!https?:)([\w/.-]+)\.py(#[\w-]+)?\)", r"](\1.md\2)", line)

@@ -14,11 +14,17 @@ def reply(result: Result, address: str = PLACE) -> str:
     recipe, ticks = result.recipe, "```"
     while ticks in recipe.snippet:
         ticks += "`"
-    rows = ", ".join(row.name for row in result.notebooks)
+    rows = ", ".join(
+        f"{row.flax} ({row.mode} mode)" if row.mode == "tree" else row.name for row in result.notebooks
+    )
+    raising = [
+        f"{outcome} on {row.name}" for row, outcome in result.outcomes.items() if outcome.kind == "raises"
+    ]
+    apart = f" {recipe.outcome_heading}: {', '.join(raising)}." if raising else ""
     return (
         f"{recipe.summary}\n\n{ticks}python\n{recipe.snippet}{ticks}\n\n"
         f"From [{recipe.title}]({address}), where this code and its proofs were executed with Flax {rows} "
-        f"({dates(result)}).\n"
+        f"({dates(result)}).{apart}\n"
     )
 
 

@@ -303,6 +303,7 @@ get_sharded_minibatch(row_numbers, batch_sharding, 0, 16)
 #
 # - The whole step, with optimizer, metrics and donation, around this function: [a complete train
 #   step](complete_train_step.py).
+# - The all-reduce of every minibatch costs too much: [reduce once per step](reduce_once_per_step.py).
 # - BatchNorm and Dropout in the loop: [split and merge](accumulate_with_split_merge.py).
 # - The batch is still on the host: reshape it there to `(minibatches, rows, ...)`, put it on the devices
 #   with `P(None, "data")` and loop over them [by index](accumulate_with_fori_loop.py). Rows keep their order.

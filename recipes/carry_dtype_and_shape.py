@@ -482,4 +482,5 @@ print("sum:", float(device_sums(rows)[0]))
 # - Everything is float32: [accumulate with split and merge](accumulate_with_split_merge.py) is shorter.
 # - You want an NNX loop: [`nnx.scan`](accumulate_with_scan.py) or
 #   [`nnx.fori_loop`](accumulate_with_fori_loop.py).
-# - Loss scaling for float16: [a complete train step](complete_train_step.py).
+# - Loss scaling for float16, and minibatches that are not finite: [accumulate in
+#   float32](accumulate_in_float32.py).

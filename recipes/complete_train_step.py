@@ -338,5 +338,6 @@ print(f"loss curves of 15 steps within 1e-05 of each other: {spread < 1e-5}")
 #   [`nnx.scan`](accumulate_with_scan.py).
 # - What each way to cut a sharded batch costs:
 #   [accumulate over sharded minibatches](accumulate_sharded_minibatches.py).
-# - Minibatches that do not weigh the same, for example by tokens: sum losses and counts, and divide the sums
-#   once; a mean of means is wrong there.
+# - Minibatches that do not weigh the same, for example by tokens: [sum and count](unequal_minibatches.py).
+# - One all-reduce for a step instead of one for each minibatch: [reduce once](reduce_once_per_step.py).
+# - The bytes of the step before it runs: [donate and measure memory](donate_and_measure_memory.py).

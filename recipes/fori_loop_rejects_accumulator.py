@@ -5,7 +5,7 @@
 #     language: python
 #     name: python3
 #   recipe:
-#     summary: Carry raw gradient arrays through nnx.fori_loop, not a State that jax.tree.map rebuilds. In graph mode Flax 0.12.3 accepts the State too.
+#     summary: Carry raw gradient arrays through nnx.fori_loop, not a State that jax.tree.map rebuilds. Newer releases accept the State in graph mode.
 #     answers: [google/flax#5113]
 #     needs: {flax: ">=0.11.2"}
 # ---

@@ -247,7 +247,8 @@ print(f"gradient: {number(grads):.1f}")
 assert_gradients_equal(grads, full_token_grads)
 
 # %% [markdown]
-# The same with weights instead of counts: [pad and mask](accumulate_with_scan.py).
+# With Dropout, empty minibatches or several devices: [sum and count](unequal_minibatches.py). With weights
+# instead of counts: [pad and mask](accumulate_with_scan.py#pad-and-mask).
 #
 # ## State that does not move
 #
@@ -686,8 +687,8 @@ assert_gradients_equal(grads, full_grads)
 assert_gradients_equal(grads_unchecked, full_grads)
 
 # %% [markdown]
-# With parameters made varying by `jax.lax.pcast` (up to jax 0.8.1 `jax.lax.pvary`), the check stays on and
-# there is one all-reduce as well. A step that needs no `shard_map`: [sharded
+# With parameters that are made varying first, the check stays on and there is one all-reduce as well: [reduce
+# once per step](reduce_once_per_step.py). A step that needs no `shard_map`: [sharded
 # minibatches](accumulate_sharded_minibatches.py).
 #
 # ## A test of your own step

@@ -7,7 +7,7 @@ from harness import execute, rows
 
 def pytest_addoption(parser):
     parser.addoption("--row", help="the row whose environment this is, for example 0.12.2")
-    parser.addoption("--differs-from", help="only recipes that declare a difference from this row")
+    parser.addoption("--differs-from", help="only recipes whose outcome is another than under this row")
 
 
 @pytest.fixture(scope="session")

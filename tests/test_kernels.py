@@ -57,3 +57,11 @@ def test_an_interpreter_that_does_not_start_is_said(monkeypatch):
     monkeypatch.setattr(kernels, "__file__", "no/such/file.py")
     with pytest.raises(RuntimeError, match="the interpreter that kernels are forked from did not start"):
         kernels.server(())
+
+
+def test_a_plot_is_kept_as_svg(tmp_path, row):
+    cell = "# %%\nimport matplotlib.pyplot as plt\nfigure, axes = plt.subplots()\naxes.plot([1, 2])\nplt.show()\n"
+    notebook = execute.run(toy(tmp_path, cell), row)
+    assert [
+        o for cell in notebook.cells for o in cell.get("outputs", []) if "image/svg+xml" in o.get("data", {})
+    ]

@@ -27,14 +27,33 @@ def test_what_was_renamed_without_a_redirect_is_told_with_the_line_to_add():
 
 def test_redirects_lead_pages_and_anchors_on():
     there = {"recipes/new.html", "recipes/new.html#top"}
-    moved = {"recipes/old.html": "recipes/new.html", "recipes/new.html#first": "recipes/new.html#top"}
-    wanted = ["recipes/old.html", "recipes/old.html#top", "recipes/old.html#gone", "recipes/new.html#first"]
+    moved = {
+        "recipes/old.html": "recipes/new.html",
+        "recipes/old.html#sum": "recipes/new.html#top",
+        "recipes/new.html#first": "recipes/new.html#top",
+    }
+    wanted = ["recipes/old.html", "recipes/old.html#top", "recipes/old.html#sum", "recipes/new.html#first"]
     assert links.broken(there, wanted, moved) == []
+    (message,) = links.broken(there, ["recipes/old.html#gone"], moved)
+    assert "    recipes/old.html#gone NEW-ADDRESS" in message
+    (message,) = links.broken(there, [], {"recipes/new.html": "recipes/other.html"})
+    assert "recipes/new.html is there and has a redirect as well" in message
     (message,) = links.broken(there, ["recipes/a.html"], {"recipes/a.html": "recipes/b.html"})
     assert "is redirected to recipes/b.html, which is not there" in message
 
 
-@pytest.mark.parametrize("line", ["one", "a b c", "a a", "a b\na c"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "one",
+        "a.html b.html c",
+        "a.html a.html",
+        "a.html b.html\na.html c.html",
+        "#a b.html",
+        "../a.html b.html",
+        "x.py y.py",
+    ],
+)
 def test_a_wrong_line_of_redirects_is_named(tmp_path, line):
     (tmp_path / "redirects.txt").write_text(f"# old new\n{line}\n")
     with pytest.raises(links.LinkError, match="redirects.txt, line [23]: expected `old new`"):
@@ -51,7 +70,9 @@ def test_a_moved_anchor_stands_beside_the_new_one_or_leads_to_its_page():
 
 
 def test_an_old_page_leads_on_with_and_without_javascript():
-    stub = links.stub("recipes/old.html", "recipes/new.html")
+    moved = {"recipes/old.html": "recipes/new.html", "recipes/old.html#sum": "docs/choose.html#cost"}
+    stub = links.stub("recipes/old.html", moved)
+    assert '<p id="sum"><a href="../docs/choose.html#cost">' in stub
     assert 'content="1; url=../recipes/new.html"' in stub and '<a href="../recipes/new.html">' in stub
     assert 'src="../_static/moved.js"' in stub
 

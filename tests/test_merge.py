@@ -202,3 +202,9 @@ def test_a_recipe_must_be_in_one_group(recipe):
         pages.grouped("", found)
     with pytest.raises(pages.PageError, match="came other in none, or without a recipe file"):
         pages.grouped(index.replace("toy", "toy\nrecipes/other"), found)
+
+
+def test_a_recipe_differs_where_its_outcome_does(recipe):
+    assert recipe.differs(NEW, OLD)
+    assert not recipe.differs(NEW, ROWS["0.12.8"])
+    assert recipe.differs(NEW, ROWS["0.11.2"]), "not applicable there"

@@ -18,7 +18,7 @@ RECIPES = {
     "02_fori_grad_accum_jit_donate": ["fori_loop_rejects_accumulator"],
     "07_jaxgrad_merge_dropout": ["accumulate_with_split_merge", "different_trace_level"],
     "08_scan_layers_split_rngs_at_call": [],  # scan_over_layers
-    "14_vmap_batchnorm_broadcast": [],  # batchnorm_and_dropout
+    "14_vmap_batchnorm_broadcast": ["batchnorm_and_dropout"],
     "15_optimizer_update_in_jaxjit_closure": ["different_trace_level"],
     "16_scan_sow_with_module_carry": ["module_changes_in_a_loop"],
     "20_plain_list_of_layers": [],  # scan_over_layers
@@ -30,7 +30,7 @@ RECIPES = {
     "22_lax_fori_scalar_init": ["carry_dtype_and_shape"],
     "23_accum_dtype_mismatch_scan": ["carry_dtype_and_shape"],
     "25_grad_through_dynamic_fori": ["different_trace_level"],
-    "30_clone_then_donate": [],  # donate_and_measure_memory
+    "30_clone_then_donate": ["donate_and_measure_memory"],
     "31_shard_map_scan_vma_carry": ["carry_dtype_and_shape"],
     "33_optimizer_partition": [],  # optimizers_with_needs
     "35_jaxvmap_over_nnxjit": ["different_trace_level"],

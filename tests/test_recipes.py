@@ -14,7 +14,7 @@ def test_recipe(name, row, request):
         )
     other = request.config.getoption("--differs-from")
     if other and not recipe.differs(row, next(r for r in rows.load() if r.name == other)):
-        pytest.skip(f"{name} declares no difference between row {row.name} and row {other}")
+        pytest.skip(f"{name} has the same outcome under row {row.name} and row {other}")
     try:
         execute.executed(recipe, row)
     except contract.RecipeError as error:

@@ -1,5 +1,6 @@
 """The reply kit in a real browser: what the buttons copy is what was tested, with the address of the release chosen."""
 
+import re
 import subprocess
 import sys
 
@@ -7,8 +8,8 @@ import pytest
 from markdown_it import MarkdownIt
 from playwright.sync_api import expect
 
-from harness import contract, execute, rows
-from tests.browser import browser, tab, url
+from harness import contract, execute, origin, rows
+from tests.browser import browser, served, tab, url
 from tests.site import SHOWN, page, shown
 
 SEED = "fori_loop_rejects_accumulator"
@@ -29,9 +30,7 @@ def copied(tab, button):
 
 def parts(reply):
     """The code and the links of a reply, as a Markdown parser reads them."""
-    parser = MarkdownIt()
-    parser.validateLink = lambda link: True  # the site under test is opened from files
-    tokens = parser.parse(reply)
+    tokens = MarkdownIt().parse(reply)
     code = [token.content for token in tokens if token.type == "fence" and token.info == "python"]
     inline = [child for token in tokens for child in token.children or []]
     return code, [child.attrs["href"] for child in inline if child.type == "link_open"]
@@ -54,13 +53,13 @@ def test_every_cell_has_its_own_button(tab):
 
 
 @pytest.mark.parametrize("name", [SEED, "complete_train_step"])
-def test_the_reply_is_markdown_whose_code_runs_alone(tab, name, tmp_path):
+def test_the_reply_is_markdown_whose_code_runs_alone(tab, served, name, tmp_path):
     recipe = recipe_of(name)
-    tab.goto(url(f"recipes/{name}.html"))
+    tab.goto(f"{served}recipes/{name}.html")
     reply = copied(tab, "Copy as reply")
     code, links = parts(reply)
     assert code == [recipe.snippet]
-    assert links == [url(f"recipes/{name}.html")]
+    assert links == [address(served, f"recipes/{name}.html")]
     assert reply.startswith(recipe.summary)
     for row in shown(recipe):
         assert row.name in reply
@@ -76,22 +75,38 @@ def test_the_reply_is_markdown_whose_code_runs_alone(tab, name, tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-def test_the_reply_names_the_release_of_the_link(tab):
-    tab.goto(url(f"{PAGE}?flax=0.12.2"))
-    assert parts(copied(tab, "Copy as reply"))[1] == [url(f"{PAGE}?flax=0.12.2")]
+def address(served, page):
+    """The address that a reply gives: the site's own where the build knows it."""
+    return (origin.known().site or served) + page
 
 
-def test_the_reply_names_the_release_of_the_tab(tab):
-    tab.goto(url(PAGE))
+def test_the_reply_names_the_release_of_the_link(tab, served):
+    tab.goto(f"{served}{PAGE}?flax=0.12.2")
+    assert parts(copied(tab, "Copy as reply"))[1] == [address(served, f"{PAGE}?flax=0.12.2")]
+
+
+def test_the_reply_the_note_and_the_chips_follow_the_tab(tab, served):
+    tab.goto(f"{served}{PAGE}")
     tab.locator("label.sd-tab-label", has_text="0.12.2").first.click()
-    assert parts(copied(tab, "Copy as reply"))[1] == [url(f"{PAGE}?flax=0.12.2")]
-    tab.locator("label.sd-tab-label", has_text=SHOWN[0]).first.click()
-    assert parts(copied(tab, "Copy as reply"))[1] == [url(PAGE)]
+    assert parts(copied(tab, "Copy as reply"))[1] == [address(served, f"{PAGE}?flax=0.12.2")]
+    expect(tab.locator("p.shown-row")).to_contain_text("Shown for row 0.12.2")
+    expect(tab.locator("ul.rows a[aria-current]")).to_contain_text("0.12.2")
+    tab.goto(f"{served}{PAGE}")  # the choice is kept, and said
+    expect(tab.locator("p.shown-row")).to_contain_text("Shown for row 0.12.2")
+    tab.locator("label.sd-tab-label", has_text=re.compile(rf"^\s*{re.escape(SHOWN[0])}\s*$")).first.click()
+    assert parts(copied(tab, "Copy as reply"))[1] == [address(served, PAGE)]
+    expect(tab.locator("p.shown-row")).to_be_hidden()
 
 
-def test_a_release_that_was_not_executed_is_not_in_the_reply(tab):
-    tab.goto(url(f"{PAGE}?flax=0.9.0"))
-    assert parts(copied(tab, "Copy as reply"))[1] == [url(PAGE)]
+def test_a_release_that_was_not_executed_is_not_in_the_reply(tab, served):
+    tab.goto(f"{served}{PAGE}?flax=0.9.0")
+    assert parts(copied(tab, "Copy as reply"))[1] == [address(served, PAGE)]
+
+
+def test_a_copy_on_disk_gives_no_address_of_this_machine(tab):
+    tab.goto(url(PAGE))
+    reply = copied(tab, "Copy as reply")
+    assert "file:" not in reply and "PAGE-ADDRESS" not in reply and recipe_of(SEED).title in reply
 
 
 @pytest.mark.parametrize("name", contract.names())

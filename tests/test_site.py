@@ -56,6 +56,13 @@ def test_the_seed_failure_is_told_by_the_release_that_has_it():
     assert "nnx.while_loop requires body function's input and output" in new, "the loop that was not mended"
 
 
+@pytest.mark.parametrize(
+    "name", ["complete_train_step", "accumulate_in_float32", "donate_and_measure_memory"]
+)
+def test_a_plot_is_on_the_page(name):
+    assert page(f"recipes/{name}.html").select("article svg.plot text")
+
+
 @pytest.mark.parametrize("address", addresses())
 def test_links_and_anchors_resolve_and_ids_are_unique(address):
     soup = page(address)

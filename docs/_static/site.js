@@ -1,26 +1,32 @@
-// A reader who came by ?flax=ROW sees which row is shown and a way back. Without JavaScript the page is whole without it.
+// Tabs and the note above the chips say which row is shown, and give a way back. Without JavaScript the page is whole.
+const shownRow = () => {
+  const tab = document.querySelector(".sd-tab-set > input:checked + .sd-tab-label");
+  return tab?.dataset.syncId || new URLSearchParams(location.search).get("flax");
+};
 (() => {
-  const asked = new URLSearchParams(location.search).get("flax");
   const chips = document.querySelector("ul.rows");
-  if (!asked || !chips) return;
+  if (!chips) return;
   const rows = [...chips.querySelectorAll("a")];
   const newest = rows[0];
-  const shown = rows.find((a) => a.search === `?flax=${asked}`);
-  if (shown) shown.setAttribute("aria-current", "true");
-  if (shown === newest) return;
-
-  const note = document.createElement("p");
-  note.className = "shown-row";
+  const note = Object.assign(document.createElement("p"), { className: "shown-row", hidden: true });
   note.setAttribute("role", "status");
-  note.append(shown ? "Shown for row " : "This page has not been executed under ");
-  const name = document.createElement("code");
-  name.textContent = asked;
-  note.append(name, ". ");
-  const back = document.createElement("a");
-  back.href = newest.href;
-  back.textContent = `${shown ? "Show" : "Shown is"} the newest, ${newest.querySelector("b").textContent}`;
-  note.append(back, ".");
   chips.before(note);
+  const tell = () => {
+    const asked = new URLSearchParams(location.search).get("flax");
+    const unknown = asked && !rows.some((a) => a.search === `?flax=${asked}`);
+    const name = unknown ? asked : shownRow();
+    const shown = rows.find((a) => a.search === `?flax=${name}`);
+    for (const a of rows) a.removeAttribute("aria-current");
+    if (shown && (asked || shown !== newest)) shown.setAttribute("aria-current", "true");
+    note.hidden = !name || shown === newest;
+    if (note.hidden) return;
+    const code = Object.assign(document.createElement("code"), { textContent: name });
+    const text = `${shown ? "Show" : "Shown is"} the newest, ${newest.querySelector("b").textContent}`;
+    const back = Object.assign(document.createElement("a"), { href: newest.href, textContent: text });
+    note.replaceChildren(shown ? "Shown for row " : "This page has not been executed under ", code, ". ", back, ".");
+  };
+  tell();
+  for (const event of ["load", "change"]) addEventListener(event, tell);
 })();
 
 // Code and tables that are wider than their box can be scrolled with the keyboard.
@@ -46,8 +52,7 @@ document.querySelector("aside.toc-drawer")?.setAttribute("aria-label", "On this 
   if (!box || !navigator.clipboard) return;
   const newest = document.querySelector("ul.rows a");
   const address = () => {
-    const tab = document.querySelector(".sd-tab-set > input:checked + .sd-tab-label");
-    const row = tab?.dataset.syncId || new URLSearchParams(location.search).get("flax");
+    const row = shownRow();
     const known = [...document.querySelectorAll("ul.rows a")].some((a) => a.search === `?flax=${row}`);
     const page = document.querySelector("link[rel=canonical]")?.href || location.href.replace(/[?#].*/, "");
     return page + (known && newest.search !== `?flax=${row}` ? `?flax=${row}` : "");
@@ -56,7 +61,9 @@ document.querySelector("aside.toc-drawer")?.setAttribute("aria-label", "On this 
     const name = event.target.dataset.copy;
     if (!name) return;
     const text = box.querySelector(`#copy-${name}`).content.textContent;
-    await navigator.clipboard.writeText(text.replace("PAGE-ADDRESS", address));
+    const link = /\[([^\]]*)\]\(PAGE-ADDRESS\)(?=[^\n]*\n$)/; // in the last line; a file of this machine is no address
+    const filled = text.replace(link, (_, title) => (address().startsWith("file:") ? title : `[${title}](${address()})`));
+    await navigator.clipboard.writeText(name === "reply" ? filled : text);
     box.querySelector("[role=status]").textContent = `${name === "reply" ? "Reply" : "Snippet"} copied`;
   });
   box.hidden = false;

@@ -1,0 +1,1 @@
+"""What the measurements page compares (`steps.py`), and how it is measured (`measure.py`)."""
