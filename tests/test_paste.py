@@ -20,7 +20,11 @@ RECIPES = {
     "08_scan_layers_split_rngs_at_call": [],  # scan_over_layers
     "14_vmap_batchnorm_broadcast": ["batchnorm_and_dropout"],
     "15_optimizer_update_in_jaxjit_closure": ["different_trace_level"],
-    "16_scan_sow_with_module_carry": ["module_changes_in_a_loop"],
+    "16_scan_sow_with_module_carry": [
+        "module_changes_in_a_loop",
+        "loop_arguments_and_axes",
+        "metrics_in_loops",
+    ],
     "20_plain_list_of_layers": [],  # scan_over_layers
     "21_scan_epoch_model_opt_carry": [
         "different_trace_level",
