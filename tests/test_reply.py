@@ -62,7 +62,7 @@ def test_the_reply_is_markdown_whose_code_runs_alone(tab, served, name, tmp_path
     assert links == [address(served, f"recipes/{name}.html")]
     assert reply.startswith(recipe.summary)
     for row in shown(recipe):
-        assert row.name in reply
+        assert (f"{row.flax} (tree mode)" if row.mode == "tree" else row.name) in reply
     (tmp_path / "reply.py").write_text(code[0])
     newest = next(row for row in rows.load() if row.name == SHOWN[0])
     run = subprocess.run(

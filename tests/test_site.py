@@ -34,6 +34,7 @@ def test_page_has_the_snippet_and_every_output_of_each_row_in_its_tab(name):
     for cell in recipe.notebook.cells:
         if cell.cell_type == "code":
             assert squeeze(cell.source) in squeeze(page(address).get_text()), cell.source
+    assert "1970" not in page(address).select_one("p.verified").get_text(), "a date that no run had"
     for row in shown(recipe):
         seen = squeeze(panel(address, row.name))
         for cell in execute.load(recipe, row).cells:
