@@ -114,7 +114,8 @@ def write_files(app, error) -> None:
         sheet = Path(app.outdir) / "_static" / "sphinx-design.min.css"
         sheet.write_text(pages.tabs_alone(sheet.read_text(encoding="utf-8")), encoding="utf-8")
         moved = app.config.nnx_redirects
-        stubs = {old: links.stub(old, moved) for old in moved if "#" not in old}
+        stubs = {old: links.stub(old, moved) for old in moved if old.endswith(".html")}
+        stubs |= {old: MADE[-1].files[new] for old, new in moved.items() if new in MADE[-1].files}
         if clash := [old for old in stubs if old.removesuffix(".html") in app.env.found_docs]:
             sys.exit(f"\n{clash[0]} is a page and has a redirect: take its line out of docs/redirects.txt\n")
         pages.write(MADE[-1], Path(app.outdir), stubs)

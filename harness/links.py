@@ -17,7 +17,9 @@ from harness.rows import ROOT
 
 PUBLISHED = ROOT / "docs" / "links.txt"
 REDIRECTS = ROOT / "docs" / "redirects.txt"
-ADDRESS = re.compile(r"(?!/)(?!.*\.\.)[\w./-]+\.html(#[\w.-]+)?")  # a page of the site, or a place on one
+ADDRESS = re.compile(
+    r"(?!/)(?!.*\.\.)[\w./-]+\.(?:html(?:#[\w.-]+)?|ipynb|md|py)"
+)  # page, place on one, download
 NOT_PAGES = {"404.html", "search.html", "genindex.html"}  # found without a link, or empty
 
 
@@ -41,7 +43,7 @@ def addresses(site: Path) -> set[str]:
                 continue  # a redirect, which is in docs/redirects.txt
             found.add(name)
             anchors = soup.select("article section[id], article span[id]:empty")
-            found |= {f"{name}#{tag['id']}" for tag in anchors if not tag["id"].startswith("moved-")}
+            found |= {f"{name}#{tag['id']}" for tag in anchors}
     return found - {"sitemap.xml"}  # which is there only where the build knows the site
 
 
@@ -58,13 +60,12 @@ def redirects(path: Path = REDIRECTS) -> dict[str, str]:
         if not line.strip() or line.startswith("# "):
             continue
         words = line.split()
-        if (
-            len(words) != 2
-            or not all(map(ADDRESS.fullmatch, words))
-            or words[0] == words[1]
-            or words[0] in found
-        ):
-            raise LinkError(f"{path.name}, line {number}: expected `old new`, each old once; came `{line}`")
+        kinds = {Path(word.partition("#")[0]).suffix for word in words}
+        right = len(words) == len({*words}) == 2 and len(kinds) == 1 and all(map(ADDRESS.fullmatch, words))
+        if not right or words[0] in found:
+            raise LinkError(
+                f"{path.name}, line {number}: expected `old new`, of one kind, each old once; came `{line}`"
+            )
         found[words[0]] = words[1]
     return found
 
@@ -78,6 +79,7 @@ def broken(there: set[str], wanted: list[str], moved: dict[str, str]) -> list[st
         f"{old} is there and has a redirect as well: take its line out of docs/redirects.txt"
         for old in moved
         if old in there
+        and old.endswith(".html")  # anchors and downloads that moved are kept there by the build
     ]
     for address in wanted:
         page, hash_, anchor = address.partition("#")

@@ -26,13 +26,20 @@ def test_what_was_renamed_without_a_redirect_is_told_with_the_line_to_add():
 
 
 def test_redirects_lead_pages_and_anchors_on():
-    there = {"recipes/new.html", "recipes/new.html#top"}
+    there = {"recipes/new.html", "recipes/new.html#top", "recipes/new.html#first", "recipes/new.py"}
     moved = {
+        "recipes/old.py": "recipes/new.py",
         "recipes/old.html": "recipes/new.html",
         "recipes/old.html#sum": "recipes/new.html#top",
         "recipes/new.html#first": "recipes/new.html#top",
     }
-    wanted = ["recipes/old.html", "recipes/old.html#top", "recipes/old.html#sum", "recipes/new.html#first"]
+    wanted = [
+        "recipes/old.py",
+        "recipes/old.html",
+        "recipes/old.html#top",
+        "recipes/old.html#sum",
+        "recipes/new.html#first",
+    ]
     assert links.broken(there, wanted, moved) == []
     (message,) = links.broken(there, ["recipes/old.html#gone"], moved)
     assert "    recipes/old.html#gone NEW-ADDRESS" in message
@@ -51,7 +58,7 @@ def test_redirects_lead_pages_and_anchors_on():
         "a.html b.html\na.html c.html",
         "#a b.html",
         "../a.html b.html",
-        "x.py y.py",
+        "x.py y.html",
     ],
 )
 def test_a_wrong_line_of_redirects_is_named(tmp_path, line):
