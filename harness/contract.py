@@ -16,6 +16,8 @@ from harness.rows import ROOT, Row
 RECIPES = ROOT / "recipes"
 TAGS = {"snippet", "proof", "raises-exception", "outcome"}
 RANGE_KEYS = {"flax", "jax", "mode"}
+# What looks like output in a Markdown cell: a fenced or indented block, a line that begins with an exception.
+TYPED = re.compile(r"^(?:`{3}|~{3}| {4,}\S|[\w.]+(?:Error|Exception|Warning): ).*", re.MULTILINE)
 
 
 class RecipeError(Exception):
@@ -286,6 +288,9 @@ def _check_cell(bad, cell: NotebookNode, label: str) -> tuple[Raises, ...]:
         raise bad("`outcome` on a cell that raises somewhere", "no `raises`", "remove the tag", label)
     if entries and {"snippet", "proof"} & set(tags):
         raise bad("a snippet or proof cell that does not raise", f"tags {tags}", "split the cell", label)
+    prose = re.sub(r"^`{3}sh\n.*?^`{3}$", "", cell.source, flags=re.DOTALL | re.MULTILINE)  # commands to type
+    if typed := cell.cell_type == "markdown" and TYPED.search(prose):
+        raise bad("prose alone in Markdown", repr(typed[0]), "let a cell print it: no output is typed", label)
     if cell.cell_type == "code":
         try:
             ast.parse(cell.source)

@@ -30,7 +30,7 @@ from harness.rows import ROOT, Row
 
 EXECUTED = ROOT / "build" / "executed"
 CELL_SECONDS = 120  # a cell that runs longer is stopped and named
-COMPILED = ROOT / "build" / "compiled"  # by XLA, for each row: an edited recipe compiles only what is new
+COMPILED = ROOT / "build" / "compiled"  # by XLA, for each jax: an edited recipe compiles only what is new
 EXECUTOR = [
     Path(__file__),
     ROOT / "harness" / "contract.py",
@@ -158,12 +158,12 @@ def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS) -> NotebookNode
             resources={"metadata": {"path": scratch}},
         )
         client.km = client.create_kernel_manager()
-        if forked := kernels.command(_kernel_environment(row)):
+        if forked := kernels.command(kernel_environment(row)):
             client.km._kernel_spec = KernelSpec(argv=forked, display_name="Python 3", language="python")
         if os.name == "posix":  # quiet, and no port is opened; the path must be absolute and short
             client.km.transport, client.km.ip = "ipc", f"{scratch}/k"
         try:
-            with client.setup_kernel(env=_kernel_environment(row)):
+            with client.setup_kernel(env=kernel_environment(row)):
                 notebook.cells.append(
                     setup
                 )  # nbclient stores outputs by index, so hidden cells stand at the end
@@ -223,7 +223,7 @@ def _execute_cell(client, recipe: Recipe, row: Row, index: int, cell: NotebookNo
             raise RecipeError(recipe.name, "nothing on stderr", output.text.strip()[:500], do, **place)
 
 
-def _kernel_environment(row: Row) -> dict[str, str]:
+def kernel_environment(row: Row) -> dict[str, str]:
     """The caller's environment without its settings of JAX and Flax, and with the row's own."""
     kept = {
         k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "FLAX_", "NNX_", "PYTEST_"))
@@ -232,7 +232,7 @@ def _kernel_environment(row: Row) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         # Machine code is made without LLVM's optimizations, in half the time. The HLO, which pages show, is the same.
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "JAX_COMPILATION_CACHE_DIR": str(COMPILED / row.name),
+        "JAX_COMPILATION_CACHE_DIR": str(COMPILED / str(row.jax)),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONHASHSEED": "0",

@@ -50,11 +50,17 @@ def _outputs(ran: dict[Row, list[NotebookNode]], prefix: str, heading: str) -> s
     tabs = []
     for row, outputs in ran.items():
         same = [other for other in ran if _seen(ran[other]) == _seen(outputs)]
-        first = same[0] is row  # the same message again needs no second traceback
+        # One traceback a class: another release raises the same from the same lines of the cell.
+        first = not any(_raised(ran[other]) == _raised(outputs) for other in list(ran)[: len(tabs)])
         body = show(outputs, same, row, f"{prefix}-{row.name}", heading, False, first)
         body = body or "Runs, and prints nothing."
         tabs.append(f":::::{{tab-item}} {row.name}\n:sync: {row.name}\n\n{body}\n:::::")
     return "::::::{tab-set}\n:sync-group: flax\n\n" + "\n".join(tabs) + "\n::::::"
+
+
+def _raised(outputs: list[NotebookNode]) -> list[str]:
+    """The classes of the exceptions among outputs."""
+    return [output.ename for output in outputs if output.output_type == "error"]
 
 
 def _seen(outputs: list[NotebookNode]) -> str:

@@ -17,6 +17,8 @@ from harness import (
     origin,
     outcomes,
     plain,
+    porting,
+    reports,
 )
 from harness.outcomes import Result
 from harness.rows import ROOT, Row
@@ -62,6 +64,8 @@ def make(rows: list[Row], required: set[str], absent: dict[str, str]) -> Pages:
         "[measurements]": measurements.page(ROOT / "docs" / "measurements.json"),
         "[errors]": errors.listing(results, merge.fence),
         "[symptoms]": errors.symptoms(results),
+        "[reports]": reports.listing(results, rows),
+        "[porting]": porting.listing(results, rows),
     }
     texts = {}
     for name, text in prose.items():

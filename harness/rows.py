@@ -118,6 +118,15 @@ def load(folder: Path = REQUIREMENTS) -> list[Row]:
     return sorted(rows, key=lambda row: (row.flax, row.mode == "graph"), reverse=True)
 
 
+def pins(lock: Path) -> dict[str, str]:
+    """The versions that a lock pins, by package, a package with several (by marker) with all; empty without a lock."""
+    text = lock.read_text(encoding="utf-8") if lock.exists() else ""
+    found: dict[str, list[str]] = {}
+    for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.MULTILINE):
+        found.setdefault(name, []).append(version)
+    return {name: " or ".join(versions) for name, versions in found.items()}
+
+
 def interpreters() -> dict[str, str]:
     """The Pythons of this machine that run, version to path, in order of preference. Nothing is downloaded.
 

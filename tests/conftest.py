@@ -1,5 +1,6 @@
 """Options and fixtures that several tests share."""
 
+import nbformat
 import pytest
 
 from harness import execute, rows
@@ -8,6 +9,7 @@ from harness import execute, rows
 def pytest_addoption(parser):
     parser.addoption("--row", help="the row whose environment this is, for example 0.12.2")
     parser.addoption("--differs-from", help="only recipes whose outcome is another than under this row")
+    parser.addoption("--mutants", choices=["sample", "all"], default="sample", help="how many mutants run")
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +21,17 @@ def row(request):
         pytest.fail(f"--row={name}: no such row; run `nox -s recipes`, which gives it")
     execute.check_environment(found)
     return found
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """The ten slowest cells of the recipes that this row has executed, in seconds."""
+    name = config.getoption("--row")
+    cells = [
+        (seconds, path.stem, cell)
+        for path in (execute.EXECUTED / str(name)).glob("*.ipynb")
+        for cell, seconds in nbformat.read(path, as_version=4).metadata["executed"]["seconds"].items()
+    ]
+    if cells:
+        terminalreporter.section(f"slowest cells under row {name}")
+        for seconds, recipe, cell in sorted(cells, reverse=True)[:10]:
+            terminalreporter.line(f"{seconds:6.1f} s  {recipe}, {cell}")

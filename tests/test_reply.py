@@ -68,7 +68,7 @@ def test_the_reply_is_markdown_whose_code_runs_alone(tab, served, name, tmp_path
     run = subprocess.run(
         [sys.executable, "-I", "-W", "error", "reply.py"],
         cwd=tmp_path,
-        env=execute._kernel_environment(newest),
+        env=execute.kernel_environment(newest),
         capture_output=True,
         text=True,
     )

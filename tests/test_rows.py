@@ -183,3 +183,12 @@ def test_an_older_python_is_told_so(monkeypatch):
 def test_a_machine_without_any_supported_python_is_told_so(monkeypatch):
     with pytest.raises(SystemExit, match="none of Python 3.13, 3.12, 3.14, 3.11"):
         load_noxfile(monkeypatch, [])
+
+
+def test_pins_of_a_lock_by_package(tmp_path):
+    lock = tmp_path / "x.txt"
+    assert rows.pins(lock) == {}
+    lock.write_text(
+        "jax==0.10.2 ; python_full_version < '3.12' \\\n    --hash=sha256:00\njax==0.12.0.1\nflax==0.12.8\n"
+    )
+    assert rows.pins(lock) == {"jax": "0.10.2 or 0.12.0.1", "flax": "0.12.8"}

@@ -20,7 +20,7 @@ def test_snippet_runs_alone(name, tmp_path):
     run = subprocess.run(
         [sys.executable, "-I", "-W", "error", "snippet.py"],
         cwd=tmp_path,
-        env=execute._kernel_environment(CURRENT),
+        env=execute.kernel_environment(CURRENT),
         capture_output=True,
         text=True,
         timeout=execute.CELL_SECONDS,

@@ -1,0 +1,184 @@
+"""The public reports: what each asked, the page that answers it, and whether its input still fails, row by row.
+
+`docs/reports.json` lists the reports. The inputs of some are small programs in `tests/reports`; running them under a row
+leaves `build/reports/ROW`: `outcomes.json`, and the traceback of each that raised as `CASE.txt`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.errors import slug
+from harness.outcomes import Result
+from harness.rows import ROOT, Row
+
+LISTED = ROOT / "docs" / "reports.json"
+CASES = ROOT / "tests" / "reports"
+RAN = ROOT / "build" / "reports"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One public report: `name` is `owner/repository#1`, `answer` a recipe and the anchor of a section, `NAME#anchor`."""
+
+    name: str
+    question: str
+    answer: str
+    cases: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """The report's address."""
+        repository, _, number = self.name.partition("#")
+        return f"https://github.com/{repository}/issues/{number}"
+
+
+class ReportError(ValueError):
+    """A report names what is not there: the message says which report, what was expected and what came."""
+
+
+def listed(path: Path = LISTED) -> list[Report]:
+    """The reports of `docs/reports.json`. Raises ReportError for an unknown case."""
+    reports = [
+        Report(entry["report"], entry["question"], entry["answer"], tuple(entry.get("cases", ())))
+        for entry in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    for report in reports:
+        for case in report.cases:
+            if not (CASES / f"{case}.py").exists():
+                raise ReportError(
+                    f"{path.name}, {report.name}: expected tests/reports/{case}.py, it is not there"
+                )
+    return reports
+
+
+def digest(row: Row) -> str:
+    """What the outcomes under a row come from: the inputs, the row's lock, this module."""
+    sources = [Path(__file__), row.lock, *sorted(CASES.glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def outcomes(row: Row) -> dict[str, str] | None:
+    """The class that each case raised under `row`, "" where it ran through; None where they were not run as they are."""
+    path = RAN / row.name / "outcomes.json"
+    if not path.exists():
+        return None
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    return kept["cases"] if kept["made-from"] == digest(row) else None
+
+
+def run(row: Row) -> dict[str, str]:
+    """Run every case in this process, unless nothing changed since the last run.
+
+    The process must have the row's packages and the variables of `execute.kernel_environment`.
+
+    A case that exits says that it does not apply to the release; it is left out.
+    """
+    if (kept := outcomes(row)) is not None:
+        return kept
+    import jax  # here, since an unchanged row needs no JAX
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    folder, partial = RAN / row.name, RAN / f"{row.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    found = {}
+    for path in sorted(CASES.glob("*.py")):
+        try:
+            with warnings.catch_warnings():
+                exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), {"__name__": "__main__"})
+            found[path.stem] = ""
+        except SystemExit:
+            pass
+        except Exception as error:
+            found[path.stem] = type(error).__name__
+            (partial / f"{path.stem}.txt").write_text(traceback.format_exc(), encoding="utf-8")
+    kept = {"made-from": digest(row), "cases": found}
+    (partial / "outcomes.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return found
+
+
+def listing(results: list[Result], rows: list[Row]) -> str:
+    """The reports in the order of the recipes that answer them: question, answer, and what the input does (Markdown).
+
+    Raises ReportError for a recipe or a section that is not there, and where the recipe does not say that it answers.
+    """
+    by_name = {result.recipe.name: result.recipe for result in results}
+    order = {name: number for number, name in enumerate(by_name)}
+    ran = {row: found for row in rows if (found := outcomes(row)) is not None}
+    lines = ["| report | answer | its program, by row |", "|---|---|---|"]
+    every = listed()
+    answered = {name for recipe in by_name.values() for name in recipe.answers}
+    if missing := sorted(answered - {report.name for report in every}):
+        raise ReportError(
+            f"{LISTED.name}: expected every report that a recipe answers; {', '.join(missing)} is not listed"
+        )
+    for report in sorted(every, key=lambda report: order.get(report.answer.partition("#")[0], -1)):
+        name, _, anchor = report.answer.partition("#")
+        recipe = by_name.get(name)
+        if recipe is None or report.name not in recipe.answers:
+            came = (
+                "no such recipe"
+                if recipe is None
+                else f"its header answers {', '.join(recipe.answers) or 'none'}"
+            )
+            raise ReportError(
+                f"{LISTED.name}, {report.name}: expected a recipe {name} that answers it; {came}"
+            )
+        prose = "\n".join(cell.source for cell in recipe.notebook.cells if cell.cell_type == "markdown")
+        headings = {slug(heading): heading for heading in re.findall(r"^##+ (.+)$", prose, re.MULTILINE)}
+        if anchor and anchor not in headings:
+            raise ReportError(f"{LISTED.name}, {report.name}: {name} has no section #{anchor}")
+        page = f"[{recipe.title}](../recipes/{name}.py)"
+        if anchor:
+            page = f"[{headings[anchor]}](../recipes/{name}.py#{anchor}), in {page}"
+        text = f"[{report.name}]({report.url}): {report.question}"
+        lines.append(f"| {_cell(text)} | {_cell(page)} | {_inputs(report, ran)} |")
+    return "\n".join(lines)
+
+
+def _inputs(report: Report, ran: dict[Row, dict[str, str]]) -> str:
+    """What the report's inputs do: the first row that runs them again, and the rows that raise."""
+    parts = []
+    for case in report.cases:
+        ended = {row: found[case] for row, found in ran.items() if case in found}
+        raising: dict[str, list[str]] = {}
+        for row, error in ended.items():
+            if error:
+                raising.setdefault(error, []).append(f"`{row.name}`")
+        runs = [f"`{row.name}`" for row, error in ended.items() if not error]
+        text = "; ".join([f"`{error}` on {', '.join(names)}" for error, names in raising.items()])
+        if fixed := _fixed(ended):
+            text = f"**fixed in `{fixed.name}`**; " + text
+        if runs:
+            text += "; " * bool(text) + (
+                f"runs on {', '.join(runs)}" if raising else "runs on every row run here"
+            )
+        if text and text not in parts:
+            parts.append(text)
+    return "<br>".join(parts) or ("not run in this build" if report.cases else "no program")
+
+
+def _fixed(ended: dict[Row, str]) -> Row | None:
+    """The oldest row in graph mode from which on the input runs, if older ones raise. `ended` is newest first."""
+    graph = [row for row in ended if row.mode == "graph"]
+    running = []
+    for row in graph:
+        if ended[row]:
+            return running[-1] if running else None
+        running.append(row)
+    return None
+
+
+def _cell(text: str) -> str:
+    """Text that ends no cell of a Markdown table."""
+    return text.replace("|", "\\|")

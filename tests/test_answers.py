@@ -1,0 +1,133 @@
+"""The reports page and the list of differences in tree mode: complete, and true of what ran."""
+
+import json
+import re
+from functools import partial
+
+import pytest
+
+from harness import contract, errors, execute, outcomes, porting, reports, rows
+from tests.site import SHOWN, page, target
+
+ROWS = rows.load()
+RECIPES = {name: contract.read(contract.RECIPES / f"{name}.py") for name in contract.names()}
+
+
+def linked(address):
+    """The links of a page: each page it leads to, with the anchor that the link's text has there."""
+    links = page(address).find("article").find_all("a")
+    return {(link["href"].partition("#")[0], errors.slug(link.get_text())) for link in links}
+
+
+def test_every_report_has_a_page_that_says_it_answers():
+    listed = reports.listed()
+    assert len({report.name for report in listed}) == len(listed) > 60
+    for report in listed:
+        name, _, anchor = report.answer.partition("#")
+        assert report.name in RECIPES[name].answers, report
+        assert not anchor or page(f"recipes/{name}.html").find(id=anchor), report
+
+
+def test_every_report_that_a_recipe_answers_is_listed():
+    listed = {report.name for report in reports.listed()}
+    assert not {name for recipe in RECIPES.values() for name in recipe.answers} - listed
+
+
+def test_every_input_belongs_to_a_report():
+    used = {case for report in reports.listed() for case in report.cases}
+    there = {path.stem for path in reports.CASES.glob("*.py")}
+    assert there - used <= {
+        "01_fori_pure_state_carry",
+        "23_accum_dtype_mismatch_scan",
+    }  # smaller forms of others
+
+
+def test_the_reports_page_links_each_report_and_its_answer():
+    links = linked("docs/reports.html")
+    for report in reports.listed():
+        assert report.url in {
+            link["href"] for link in page("docs/reports.html").find("article").find_all("a")
+        }
+        name, _, anchor = report.answer.partition("#")
+        assert (f"../recipes/{name}.html", anchor or errors.slug(RECIPES[name].title)) in links
+
+
+def test_fixed_is_the_oldest_row_from_which_on_an_input_runs():
+    by_name = {row.name: row for row in ROWS}
+    ended = {by_name[n]: e for n, e in {"0.12.12": "", "0.12.8": "", "0.12.2": "E", "0.11.2": ""}.items()}
+    assert reports._fixed(ended).name == "0.12.8"
+    assert reports._fixed({**ended, by_name["0.12.12"]: "E"}) is None
+    assert reports._fixed(dict.fromkeys(ended, "")) is None
+    tree = {by_name["0.12.12-tree"]: "E", **ended}
+    assert reports._fixed(tree).name == "0.12.8", "tree mode says nothing about a fix"
+
+
+def test_the_seed_is_fixed_after_the_last_release_that_raises():
+    seed = next(report for report in reports.listed() if report.name == "google/flax#5113")
+    ran = {row: reports.outcomes(row) for row in ROWS if row.name in SHOWN}
+    text = reports._inputs(seed, ran)
+    assert "**fixed in `0.12." in text and re.search(r"`ValueError` on [^;]*`0\.12\.2`", text), text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": "no_such_recipe"}, "no such recipe"),
+        ({"answer": "tree_mode"}, "its header answers"),
+        ({"answer": "fori_loop_rejects_accumulator#nowhere"}, "has no section #nowhere"),
+        ({"cases": ["no_such_case"]}, "expected tests/reports/no_such_case.py"),
+    ],
+)
+def test_a_wrong_report_is_named(tmp_path, monkeypatch, change, message):
+    entries = json.loads(reports.LISTED.read_text(encoding="utf-8"))
+    seed = next(entry for entry in entries if entry["report"] == "google/flax#5113")
+    seed.update(change)
+    path = tmp_path / "reports.json"
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    monkeypatch.setattr(reports, "listed", partial(reports.listed, path))
+    results = [outcomes.Result(recipe, {}, {}) for recipe in RECIPES.values()]
+    with pytest.raises(reports.ReportError, match=re.escape(message)) as caught:
+        reports.listing(results, [])
+    assert "google/flax#5113" in str(caught.value)
+
+
+def test_every_cell_that_ends_differently_in_tree_mode_is_listed():
+    graph, tree = porting.pair(ROWS)
+    if not {graph.name, tree.name} <= set(SHOWN):
+        pytest.skip("the row in tree mode is not shown by this build")
+    links = linked("docs/porting.html")
+    missing, found = [], 0
+    for recipe in RECIPES.values():
+        if not (recipe.needs.holds(graph) and recipe.needs.holds(tree)):
+            continue
+        one, other = (execute.load(recipe, row) for row in (graph, tree))
+        for index, cell in enumerate(recipe.notebook.cells):
+            if cell.cell_type != "code":
+                continue
+            ended = [
+                [
+                    (o.get("ename"), o.get("evalue"), o.get("text"), o.get("data"))
+                    for o in nb.cells[index].outputs
+                ]
+                for nb in (one, other)
+            ]
+            if ended[0] != ended[1]:
+                found += 1
+                link = (f"../recipes/{recipe.name}.html", errors.slug(recipe.heading(index)))
+                missing += [link] * (link not in links)
+    assert found > 60 and not missing
+
+
+def test_each_difference_stands_in_the_table_of_its_kind():
+    graph, tree = porting.pair(ROWS)
+    assert (graph.mode, tree.mode) == ("graph", "tree") and graph.flax == tree.flax == max(
+        row.flax for row in ROWS
+    )
+    if not {graph.name, tree.name} <= set(SHOWN):
+        pytest.skip("the row in tree mode is not shown by this build")
+    text = (target("docs/porting.html", "porting.md")).read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    raises = sections["Runs in graph mode, raises in tree mode"]
+    assert "dropout-needs-graph-mode" in raises and "| runs | `` TypeError: grad requires" in raises
+    assert not re.search(r"\| runs \| runs \|", raises)
+    assert re.search(r"\| runs \| runs \|", sections["Runs in both, with another result"])
