@@ -160,9 +160,19 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "bench.measure", *session.posargs)
 
 
+@nox.session(python=PYTHON[CURRENT], default=False)
+def mutants(session: nox.Session) -> None:
+    """Put mistakes into the recipes and run them: each must be caught. `-- -k NAME` tries one recipe. An hour."""
+    session.install("--require-hashes", "-r", f"requirements/{CURRENT}.txt")
+    shutil.rmtree("build/mutants", ignore_errors=True)
+    session.run(
+        "pytest", "-q", "-n2", f"--row={CURRENT}", "--mutants=all", "tests/test_mutants.py", *session.posargs
+    )
+
+
 @nox.session(python=False)
 def lock(session: nox.Session) -> None:
-    """Resolve every requirements file again and write its hashed lock."""
+    """Resolve every requirements file again, write its hashed lock, and say what changed."""
     for source in [Path("requirements.in"), *sorted(Path("requirements").glob("*.in"))]:
         if source.stem == "common":
             continue
@@ -172,7 +182,12 @@ def lock(session: nox.Session) -> None:
         how = "--universal --generate-hashes --no-emit-index-url --no-emit-find-links --upgrade".split()
         files = ["--python-version", python, str(source), "-o", target]
         command = [sys.executable, "-m", "uv", "pip", "compile", "-q", *how, *files]
+        before = rows.pins(Path(target))
         session.run(*command, external=True)
+        after = rows.pins(Path(target))
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                session.log(f"{target}: {name} {before.get(name, 'new')} -> {after.get(name, 'gone')}")
 
 
 @nox.session(python=PYTHON[CURRENT])
