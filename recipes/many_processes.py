@@ -228,7 +228,7 @@ def look(train_step, trained):
     for when in "trained", "one_more":
         params = jax.tree.leaves(nnx.state(model, nnx.Param))
         seen |= {f"{when}{k}": np.asarray(leaf) for k, leaf in enumerate(params)}
-        train_step(model, optimizer, batch, 4, mesh)
+        seen["loss"] = np.asarray(train_step(model, optimizer, batch, 4, mesh))
     np.savez(f"seen-{me}.npz", **seen)
 
 
@@ -252,9 +252,9 @@ print(*printed("look"), sep="\n")
 # %% tags=["proof"]
 @nnx.jit
 def full_batch_step(model, optimizer, batch):
-    grads = nnx.grad(loss_fn)(model, batch)
+    loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
     optimizer.update(model, grads)
-    return grads
+    return loss, grads
 
 
 def difference(leaves, others):
@@ -268,7 +268,8 @@ for step in range(6):
     batch = (images[256 * step :][:256], labels[256 * step :][:256])
     full_batch_step(model, optimizer, batch)
 expected = jax.device_get(jax.tree.leaves(nnx.state(model)))
-full_grads = jax.device_get(jax.tree.leaves(full_batch_step(model, optimizer, batch)))
+_, full_grads = jax.device_get(full_batch_step(model, optimizer, batch))
+full_grads, full_loss = jax.tree.leaves(full_grads), full_batch_step(model, optimizer, batch)[0]
 assert len(full_grads) == 4 and min(np.abs(leaf).max() for leaf in full_grads) > 1e-3
 
 processes = []
@@ -278,6 +279,7 @@ for i in 0, 1:
     params = [seen[f"trained{k}"] for k in range(4)]
     grads = [(seen[f"trained{k}"] - seen[f"one_more{k}"]) / 0.5 for k in range(4)]
     off = difference(params, expected), difference(grads, full_grads)
+    assert abs(seen["loss"] - full_loss) < 1e-6
     assert max(off) < 1e-6, f"parameters and gradients are off by up to {off}"
     assert difference(params, initial) > 1e-2, "nothing was trained"
     processes.append(params + grads)

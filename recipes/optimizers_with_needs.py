@@ -239,6 +239,8 @@ grads = jax.grad(plain_loss)(start, batch)
 graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 accumulated = nnx.to_pure_dict(jax.grad(batch_loss)(params, rest, graphdef, minibatches))
 assert difference(accumulated, grads) < 1e-6
+_, accumulated = accumulate_grads(model, batch, num_minibatches=4)
+assert difference(nnx.to_pure_dict(accumulated), grads) < 1e-6
 assert len(jax.tree.leaves(grads)) == 3 and all(np.abs(g).min() > 1e-3 for g in jax.tree.leaves(grads))
 
 step(model, optimizer, batch, num_minibatches=4)

@@ -72,7 +72,7 @@ def pad_batch(x, y, size):
 class MLP(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.inner = nnx.Linear(3, 8, rngs=rngs)
-        self.outer = nnx.Linear(8, 1, rngs=rngs)
+        self.outer = nnx.Linear(8, 2, rngs=rngs)
         self.activation = nnx.relu
 
     def __call__(self, x):
@@ -85,7 +85,7 @@ def create(seed):
 
 
 x = np.random.default_rng(0).normal(size=(10, 3))
-y = x.sum(axis=1, keepdims=True)
+y = x[:, :2] + x[:, 1:]
 batches = [pad_batch(x[i : i + 4], y[i : i + 4], 4) for i in (0, 4, 8)]
 for seed, rate in enumerate([1e-3, 1e-2, 1e-1]):
     model, optimizer = create(seed)
@@ -100,6 +100,8 @@ assert traces["train_step"] == train_step.jitted_fn._cache_size() == 1
 grad = nnx.jit(nnx.grad(loss_fn))
 grads, two_rows = grad(model, batches[2]), grad(model, pad_batch(x[8:], y[8:], 2))
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), grads, two_rows)
+expected = np.mean((model(np.float32(x[8:])) - np.float32(y[8:])) ** 2)
+assert abs(loss_fn(model, batches[2]) - expected) < 1e-6
 largest = [np.abs(leaf).max() for leaf in jax.tree.leaves(two_rows)]
 assert len(largest) == 4 and min(largest) > 1e-2
 print(traces["train_step"], "trace in 9 steps; gradients of the padded batch: those of its rows to 1e-06")
