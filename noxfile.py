@@ -68,17 +68,18 @@ def execute(session: nox.Session, row: str, *args: str) -> None:
 def recipes(session: nox.Session, row: str) -> None:
     """Execute every recipe under one row and hold it to its contract; `-- NAME` runs one recipe."""
     names = [name for name in session.posargs if Path(f"recipes/{name}.py").exists()]
-    if unknown := [name for name in session.posargs if name not in names]:
-        session.warn(
-            f"not the name of a recipe: {' '.join(unknown)}"
-        )  # or meant for a session that needs this one
+    unknown = [name for name in session.posargs if name not in names]
+    if unknown and any(
+        word.startswith("recipes") for word in sys.argv
+    ):  # else meant for a session that needs this one
+        session.error(f"not the name of a recipe: {' '.join(unknown)}; recipes/ has the names")
     execute(session, row, *(["-k", " or ".join(names)] if names else []))
 
 
 @nox.session(python=PYTHON[CONTRAST])
 def contrast(session: nox.Session) -> None:
     """Execute under 0.12.2 the recipes whose outcome there is another than under the newest row."""
-    execute(session, CONTRAST, f"--differs-from={CURRENT}")
+    execute(session, CONTRAST, f"--differs-from={CURRENT}", "-rfE")
 
 
 EVERY = [f"recipes({row})" for row in SHOWN]

@@ -47,11 +47,10 @@ def ends(folder: Path = ROOT) -> Ends:
     found: Ends = {}
     for path in sorted((folder / "recipes").glob("*.py")):
         recipe = contract.read(path)
-        sections: dict[tuple[str, str], list[int]] = {(recipe.name, ""): []}
-        for index in recipe.raises:
-            sections.setdefault((recipe.name, recipe.heading(index)), []).append(index)
-            if index == recipe.outcome:
-                sections[recipe.name, ""].append(index)
+        sections: dict[tuple[str, str], list[int]] = {(recipe.name, ""): [*filter(None, [recipe.outcome])]}
+        for index, cell in enumerate(recipe.notebook.cells):
+            if cell.cell_type == "code":
+                sections.setdefault((recipe.name, recipe.heading(index)), []).append(index)
         for section, cells in sections.items():
             found[section] = {row.name: _end(recipe, cells, row) for row in loaded}
     return found
@@ -66,7 +65,11 @@ def _end(recipe: contract.Recipe, cells: list[int], row: Row) -> str:
 
 
 def changes(old: Ends, new: Ends) -> list[str]:
-    """A line for each section that ends otherwise in a row that both have, for each new row and for each lost one."""
+    """A line for each section that ends otherwise in a row that both have, and for what came or went.
+
+    That is rows, recipes, and sections in which something raises: a section under a new heading is one that went and
+    one that came.
+    """
     lines = []
     rows_then, rows_now = ({row for ended in ends.values() for row in ended} for ends in (old, new))
     for name, verb in [(n, "added") for n in sorted(rows_now - rows_then)] + [
@@ -84,6 +87,13 @@ def changes(old: Ends, new: Ends) -> list[str]:
             where = f"`{recipe}`, {heading}" if heading else f"`{recipe}`"
             lines.append(f"{where}: {now} on {', '.join(names)}; before, it was: {then}.")
     then, now = ({name for name, _ in ends} for ends in (old, new))
+    for verb, ends, others in ("new", new, old), ("gone", old, new):
+        for recipe, heading in sorted(ends.keys() - others.keys()):
+            raising = {end for end in ends[recipe, heading].values() if end.startswith("raises")}
+            if raising and recipe in then & now:
+                lines.append(
+                    f"`{recipe}`, {heading}: this section is {verb}; it {' and '.join(sorted(raising))}."
+                )
     lines += [f"`{name}`: new recipe." for name in sorted(now - then)]
     lines += [f"`{name}`: recipe removed." for name in sorted(then - now)]
     return lines

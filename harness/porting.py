@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 
 from nbformat import NotebookNode
@@ -68,7 +69,7 @@ def listing(results: list[Result], rows: list[Row]) -> str:
             link = f"[{_cell(result.recipe.title)}]({page})"
             if heading != result.recipe.title:
                 link = f"[{_cell(heading)}]({page}#{slug(heading)}), in {link}"
-            line = f"| {link} | {_ended(in_graph)} | {_ended(in_tree)} |"
+            line = f"| {link} | {_ended(in_graph, in_tree)} | {_ended(in_tree, in_graph)} |"
             kind = lines[bool(in_graph), bool(in_tree)]
             kind += [line] * (line not in kind)
     parts = [
@@ -82,12 +83,18 @@ def listing(results: list[Result], rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def _ended(error: NotebookNode | None) -> str:
-    """How a cell ended, for a table."""
+def _ended(error: NotebookNode | None, other: NotebookNode | None) -> str:
+    """How a cell ended, for a table: the class with the message's first line, or with what the other's does not say."""
     if error is None:
         return "runs"
-    first = error.evalue.strip().splitlines()[0] if error.evalue.strip() else ""
-    short = first if len(first) <= MESSAGE else first[:MESSAGE].rpartition(" ")[0] + " ..."
+    text = " ".join(error.evalue.split())
+    there = " ".join(other.evalue.split()) if other is not None and other.ename == error.ename else ""
+    apart = len(os.path.commonprefix([text, there]))
+    if apart > MESSAGE // 2:
+        text = f"{text[: MESSAGE // 3].rpartition(' ')[0]} ... {text[text.rfind(' ', 0, apart - 9) + 1 :]}"
+    else:
+        text = " ".join((error.evalue.strip().splitlines() or [""])[0].split())
+    short = text if len(text) <= MESSAGE else text[:MESSAGE].rstrip() + " ..."
     return f"`` {_cell(f'{error.ename}: {short}' if short else error.ename)} ``"
 
 

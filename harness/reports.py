@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
+from packaging.specifiers import SpecifierSet
+
+from harness.contract import Where
 from harness.errors import slug
 from harness.outcomes import Result
 from harness.rows import ROOT, Row
@@ -59,27 +64,55 @@ def listed(path: Path = LISTED) -> list[Report]:
     return reports
 
 
+def expected(path: Path, row: Row) -> str | None:
+    """The class that a case declares for `row` in its first line, "" where it runs through, None where it does not apply.
+
+    The line is `# needs={...}` or `# raises=[{"error": ..., "flax": ..., "jax": ..., "mode": ...}]`, ranges as in recipes.
+    """
+    found = re.match(r"# (raises|needs)=(.+)", path.read_text(encoding="utf-8"))
+    entries = json.loads(found[2]) if found else []
+    if found and found[1] == "needs":
+        return "" if _where(entries).holds(row) else None
+    return next((entry["error"] for entry in entries if _where(entry).holds(row)), "")
+
+
+def _where(entry: dict[str, str]) -> Where:
+    return Where(SpecifierSet(entry.get("flax", "")), SpecifierSet(entry.get("jax", "")), entry.get("mode"))
+
+
 def digest(row: Row) -> str:
-    """What the outcomes under a row come from: the inputs, the row's lock, this module."""
+    """What the outcomes under a row come from: the inputs and their names, the row's lock and variables, this module."""
     sources = [Path(__file__), row.lock, *sorted(CASES.glob("*.py"))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    parts = [part for path in sources for part in (path.name.encode(), path.read_bytes())]
+    return hashlib.sha256(b"\0".join([repr(sorted(row.env.items())).encode(), *parts])).hexdigest()
 
 
 def outcomes(row: Row) -> dict[str, str] | None:
-    """The class that each case raised under `row`, "" where it ran through; None where they were not run as they are."""
+    """The class that each case raised under `row`, "" where it ran through; None where they were not run as they are.
+
+    Raises ReportError for a file that was changed by hand.
+    """
     path = RAN / row.name / "outcomes.json"
     if not path.exists():
         return None
     kept = json.loads(path.read_text(encoding="utf-8"))
-    return kept["cases"] if kept["made-from"] == digest(row) else None
+    if kept["made-from"] != digest(row):
+        return None
+    if kept["content"] != _content(kept["cases"]):
+        again = f'run `nox -s "recipes({row.name})"` after deleting it'
+        raise ReportError(f"row {row.name}: the outcomes in {path.name} are not those of the run; {again}")
+    return kept["cases"]
+
+
+def _content(cases: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(cases, sort_keys=True).encode()).hexdigest()
 
 
 def run(row: Row) -> dict[str, str]:
     """Run every case in this process, unless nothing changed since the last run.
 
-    The process must have the row's packages and the variables of `execute.kernel_environment`.
-
-    A case that exits says that it does not apply to the release; it is left out.
+    The process must have the row's packages and the variables of `execute.kernel_environment`. Raises ReportError for a
+    case that does not end as it declares.
     """
     if (kept := outcomes(row)) is not None:
         return kept
@@ -91,16 +124,23 @@ def run(row: Row) -> dict[str, str]:
     partial.mkdir(parents=True)
     found = {}
     for path in sorted(CASES.glob("*.py")):
+        if (declared := expected(path, row)) is None:
+            continue
+        code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+        found[path.stem] = ""
         try:
-            with warnings.catch_warnings():
-                exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), {"__name__": "__main__"})
-            found[path.stem] = ""
-        except SystemExit:
-            pass
-        except Exception as error:
+            with warnings.catch_warnings(), patch.dict(os.environ):
+                exec(code, {"__name__": "__main__"})
+        except (Exception, SystemExit) as error:
             found[path.stem] = type(error).__name__
             (partial / f"{path.stem}.txt").write_text(traceback.format_exc(), encoding="utf-8")
-    kept = {"made-from": digest(row), "cases": found}
+        if found[path.stem] != declared:
+            came, wanted = (name or "no exception" for name in (found[path.stem], declared))
+            do = "correct its first line, or see what changed"
+            raise ReportError(
+                f"tests/reports/{path.name}, row {row.name}: expected {wanted}; came {came}; {do}"
+            )
+    kept = {"made-from": digest(row), "content": _content(found), "cases": found}
     (partial / "outcomes.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -158,7 +198,7 @@ def _inputs(report: Report, ran: dict[Row, dict[str, str]]) -> str:
         runs = [f"`{row.name}`" for row, error in ended.items() if not error]
         text = "; ".join([f"`{error}` on {', '.join(names)}" for error, names in raising.items()])
         if fixed := _fixed(ended):
-            text = f"**fixed in `{fixed.name}`**; " + text
+            text = f"**fixed by `{fixed.name}`**; " + text
         if runs:
             text += "; " * bool(text) + (
                 f"runs on {', '.join(runs)}" if raising else "runs on every row run here"

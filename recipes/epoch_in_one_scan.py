@@ -60,7 +60,7 @@ def evaluate(model: nnx.Module, batch):
 
 
 def shuffled_rows(key, epoch, num_rows: int, batch_size: int):
-    """Row numbers, one line for each batch. Rows that do not fill a batch are left out."""
+    """Row numbers, a line for each batch. Rows that do not fill one are left out."""
     order = jax.random.permutation(jax.random.fold_in(key, epoch), num_rows)
     num_steps = num_rows // batch_size
     return order[: num_steps * batch_size].reshape(num_steps, batch_size)

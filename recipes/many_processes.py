@@ -163,7 +163,7 @@ def start(name, ids=(0, 1), port=None, **env):
     env |= {"COORDINATOR": f"localhost:{port or free_port()}", "NUM_PROCESSES": "2"}
     env |= {"PYTHON_COLORS": "0"}  # a notebook's kernel asks for colours, even in files
     # The alarm ends a process that waits for another even where this notebook is gone.
-    code = f"import runpy, signal; signal.alarm(120); runpy.run_path('{name}.py', run_name='__main__')"
+    code = f"import runpy, signal; signal.alarm(300); runpy.run_path('{name}.py', run_name='__main__')"
     job = []
     for i in ids:
         with open(folder / f"{name}-{i}.out", "w") as out, open(folder / f"{name}-{i}.err", "w") as err:
@@ -187,7 +187,7 @@ def wait(job, seconds, until=lambda: False):
         time.sleep(0.05)
 
 
-def finish(name, job, seconds=60):
+def finish(name, job, seconds=100):
     """Wait, leave nothing running, and say why a process failed, without time and address."""
     try:
         wait(job, seconds)

@@ -113,7 +113,7 @@ class OverwriteWithGradient(nnx.Variable):
 
 
 def accumulate_grads(model: nnx.Module, batch, num_minibatches: int):
-    """Mean loss and mean gradients. The statistics of the model move on in place."""
+    """Mean loss and mean gradients. `OverwriteWithGradient` moves on in place, the rest stands still."""
     minibatches = jax.tree.map(lambda a: a.reshape(num_minibatches, -1, *a.shape[1:]), batch)
     graphdef, params, stats, rest = nnx.split(model, nnx.Param, OverwriteWithGradient, ...)
 
@@ -247,6 +247,8 @@ step(model, optimizer, batch, num_minibatches=4)
 one_step = plain_params(model)
 moved = jax.tree.map(lambda a, b: a - b, one_step, start)
 assert np.all(moved["base"]["kernel"] == 0)
+base_bias = nnx.State({"base": {"bias": nnx.Param(jnp.zeros(1))}})
+assert jax.tree.leaves(label_fn(base_bias)) == ["frozen"], "all of the base, its biases too"
 assert np.allclose(moved["head"]["bias"], -0.1 * grads["head"]["bias"], atol=1e-6)
 assert np.allclose(moved["head"]["kernel"], -0.1 * np.sign(grads["head"]["kernel"]), atol=1e-5)
 print("frozen: not moved; bias: 0.1 times the gradient; head: Adam's first step of 0.1")

@@ -123,7 +123,7 @@ weights = [decay**n] + [(1 - decay) * decay ** (n - k) for k in range(1, n + 1)]
 closed_form = [sum(w * p for w, p in zip(weights, leaf)) for leaf in zip(*history, strict=True)]
 
 model, optimizer = get_trainees()
-ema = init_ema(model)
+ema, first_statistics = init_ema(model), arrays(nnx.state(model, nnx.BatchStat))
 donated = jax.tree.leaves((nnx.state(model), nnx.state(optimizer), ema))
 losses = train_steps(model, optimizer, ema, batches, decay)
 averaged = ema_model(model, ema)
@@ -132,6 +132,8 @@ assert max_difference(nnx.state(averaged, nnx.BatchStat), nnx.state(model, nnx.B
 averaged(x[0])  # moves the statistics of this model and not those of the other
 moving = nnx.Any(nnx.Param, nnx.BatchStat, nnx.RngCount)
 assert losses.shape == (n,) and optimizer.step[...] == n and len(closed_form) == 5
+assert max(jax.tree.leaves(nnx.state(model, nnx.RngCount))) == n, "a mask for each step"
+assert max_difference(nnx.state(model, nnx.BatchStat), first_statistics) > 1e-2
 assert max_difference(nnx.state(model, moving), nnx.state(looped, moving)) < 1e-6
 assert max_difference(ema, closed_form) < 1e-6 and all(a.is_deleted() for a in donated)
 for a, first, last in zip(arrays(ema), history[0], history[n], strict=True):

@@ -59,7 +59,8 @@ def pad_batch(x, y, size):
 # - **One `tx`.** It is a pair of functions, and a function equals only itself. The optimizer keeps it, so it
 #   is part of the graph definition, by which JAX finds the program.
 # - **The learning rate is state.** `inject_hyperparams` puts it where it can change without a new `tx`.
-# - **The last batch is padded.** The mask takes the padding out of the loss and of the gradients.
+# - **The last batch is padded.** The mask takes the padding out of the loss and of the gradients. It does not
+#   take it out of the statistics of BatchNorm: there, drop the last batch.
 #
 # ## One trace for three epochs
 #

@@ -73,7 +73,7 @@ def unfinished(carry):
 
 @nnx.jit
 def greedy_decode(model, prompts, lengths, eos):
-    """Prompts (batch, width) are padded at the right. Returns (batch, max_length), lengths."""
+    """Prompts (batch, width) of 1 token or more, padded at the right. Returns (batch, max_length), lengths."""
 
     def body(carry):
         model, *rest = carry
@@ -179,6 +179,9 @@ assert iterations == max(map(len, new)) < MAX_LENGTH - max(lengths)
 until_full, iterations = compare(greedy_decode, model, eos=-1)
 assert iterations == MAX_LENGTH - min(lengths) and [len(row) for row in until_full] == [19, 22, 21]
 print("iterations when no row stops:", iterations)
+
+*_, done = prefill(model, np.full((3, MAX_LENGTH), 7), np.array([MAX_LENGTH, 1, MAX_LENGTH]), 0)
+assert done.tolist() == [True, False, True], "a prompt without a place for one more token is done at once"
 
 # %% [markdown]
 # ## Layers that are scanned and rematerialized

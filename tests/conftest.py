@@ -32,6 +32,6 @@ def pytest_terminal_summary(terminalreporter, config):
         for cell, seconds in nbformat.read(path, as_version=4).metadata["executed"]["seconds"].items()
     ]
     if cells:
-        terminalreporter.section(f"slowest cells under row {name}")
+        terminalreporter.section(f"slowest cells recorded under row {name}, in this run or an earlier one")
         for seconds, recipe, cell in sorted(cells, reverse=True)[:10]:
             terminalreporter.line(f"{seconds:6.1f} s  {recipe}, {cell}")

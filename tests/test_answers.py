@@ -1,6 +1,8 @@
 """The reports page and the list of differences in tree mode: complete, and true of what ran."""
 
+import dataclasses
 import json
+import os
 import re
 from functools import partial
 
@@ -66,7 +68,7 @@ def test_the_seed_is_fixed_after_the_last_release_that_raises():
     seed = next(report for report in reports.listed() if report.name == "google/flax#5113")
     ran = {row: reports.outcomes(row) for row in ROWS if row.name in SHOWN}
     text = reports._inputs(seed, ran)
-    assert "**fixed in `0.12." in text and re.search(r"`ValueError` on [^;]*`0\.12\.2`", text), text
+    assert "**fixed by `0.12." in text and re.search(r"`ValueError` on [^;]*`0\.12\.2`", text), text
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,46 @@ def test_a_wrong_report_is_named(tmp_path, monkeypatch, change, message):
     with pytest.raises(reports.ReportError, match=re.escape(message)) as caught:
         reports.listing(results, [])
     assert "google/flax#5113" in str(caught.value)
+
+
+def in_folder(tmp_path, monkeypatch, text):
+    """One case in a folder of its own, and no outcomes."""
+    monkeypatch.setattr(reports, "CASES", tmp_path / "cases")
+    monkeypatch.setattr(reports, "RAN", tmp_path / "ran")
+    reports.CASES.mkdir()
+    (reports.CASES / "case.py").write_text(text, encoding="utf-8")
+    return ROWS[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise NameError", "expected no exception; came NameError"),
+        ("raise SystemExit(1)", "expected no exception; came SystemExit"),
+        ('# raises=[{"error": "KeyError"}]', "expected KeyError; came no exception"),
+        ('# raises=[{"error": "KeyError", "flax": "<0.1"}]\n{}[1]', "expected no exception; came KeyError"),
+    ],
+)
+def test_a_case_that_does_not_end_as_it_declares_is_named(tmp_path, monkeypatch, text, message):
+    row = in_folder(tmp_path, monkeypatch, text)
+    with pytest.raises(reports.ReportError, match=f"tests/reports/case.py, row {row.name}: {message}"):
+        reports.run(row)
+    assert reports.outcomes(row) is None
+
+
+def test_outcomes_are_those_of_the_run(tmp_path, monkeypatch):
+    row = in_folder(
+        tmp_path, monkeypatch, '# raises=[{"error": "KeyError"}]\nimport os\nos.environ["A"] = "1"\n{}[1]'
+    )
+    assert reports.run(row) == reports.outcomes(row) == {"case": "KeyError"} and "A" not in os.environ
+    (reports.CASES / "case.py").rename(reports.CASES / "other.py")
+    assert reports.outcomes(row) is None, "the name of a case is part of what was run"
+    (reports.CASES / "other.py").rename(reports.CASES / "case.py")
+    assert reports.outcomes(dataclasses.replace(row, env={"NNX_GRAPH_MODE": "0"})) is None
+    path = reports.RAN / row.name / "outcomes.json"
+    path.write_text(path.read_text().replace('"KeyError"', '"MadeUpError"'))
+    with pytest.raises(reports.ReportError, match="are not those of the run"):
+        reports.outcomes(row)
 
 
 def test_every_cell_that_ends_differently_in_tree_mode_is_listed():

@@ -1,8 +1,11 @@
 """The history of outcomes: what it says when a row begins or stops raising, and of commits that are not there."""
 
+import re
+import shutil
+
 import pytest
 
-from harness import history
+from harness import contract, history, rows
 
 THEN = {
     ("loop", ""): {"1": "works", "2": "works"},
@@ -32,6 +35,36 @@ def test_rows_and_recipes_that_come_and_go():
         "Row `1`: no longer executed.",
         "`other`: new recipe.",
         "`loop`: recipe removed.",
+    ]
+
+
+def test_a_section_under_another_heading_is_one_that_went_and_one_that_came():
+    now = {
+        ("loop", ""): {"1": "works", "2": "works"},
+        ("loop", "Other"): {"1": "raises `KeyError`", "2": "works"},
+    }
+    assert history.changes(THEN, now) == [
+        "`loop`, Other: this section is new; it raises `KeyError`.",
+        "`loop`, A trap: this section is gone; it raises `TypeError`.",
+    ]
+
+
+def test_a_section_that_begins_or_stops_raising_is_told(tmp_path):
+    """Where no cell of the section raised before, and where none does any more."""
+    (tmp_path / "recipes").mkdir()
+    shutil.copytree(rows.REQUIREMENTS, tmp_path / "requirements")
+    path, name = tmp_path / "recipes" / "scan_over_layers.py", "scan_over_layers"
+    source = (contract.RECIPES / path.name).read_text(encoding="utf-8")
+    path.write_text(source, encoding="utf-8")
+    before = history.ends(tmp_path)
+    declared = re.search(
+        r'# %% tags=\["raises-exception"\] raises=\[\{"error": "ValueError", "match": "fold_in .*', source
+    )[0]
+    path.write_text(source.replace(declared, "# %%"), encoding="utf-8")
+    after, changed = history.ends(tmp_path), f"`{name}`, `split_rngs` at the call: "
+    assert [line.partition(" on ")[0] for line in history.changes(before, after)] == [changed + "works"]
+    assert [line.partition(" on ")[0] for line in history.changes(after, before)] == [
+        changed + "raises `ValueError`"
     ]
 
 

@@ -5,12 +5,14 @@ Without `--mutants=all` a sample runs. Where one survives, its recipe needs a be
 
 import json
 import os
+from functools import cache
 
 import jupytext
 import pytest
 
 from harness import contract, execute, rows
 from tests import mutants
+from tests.site import shown
 
 RECIPES = [contract.read(contract.RECIPES / f"{name}.py") for name in contract.names()]
 MUTANTS = {mutant.name: mutant for recipe in RECIPES for mutant in mutants.of(recipe)}
@@ -55,50 +57,68 @@ def test_there_are_enough_mutants_and_no_edit_of_an_absent_recipe():
     assert set(mutants.OWN) | {name for name, _ in mutants.SAME} <= set(contract.names())
 
 
-# What a recipe declares, changed: no run is needed, since the executed notebook says what happened.
+# What a recipe declares, changed: no run is needed, since the executed notebooks say what happened.
 
 
-def declared():
-    return [
-        (r, index, n) for r in RECIPES for index, entries in r.raises.items() for n in range(len(entries))
-    ]
+@cache
+def endings():
+    """Each raising cell in each row shown: recipe, cell, row, and the class and message that it raised, or None."""
+    found = []
+    for recipe in RECIPES:
+        for row in shown(recipe):
+            notebook = execute.load(recipe, row)
+            for index in recipe.raises:
+                error = next((o for o in notebook.cells[index].outputs if o.output_type == "error"), None)
+                found.append((recipe, index, row, (error.ename, error.evalue) if error else None))
+    assert found, "no row is shown: the session that builds the site says which"
+    return found
 
 
-@pytest.mark.parametrize("change", ["another class", "another message", "nothing declared"])
+def caught(recipe, index, row, raised, entries) -> bool:
+    """Whether the contract refuses what happened, if the cell declares `entries`."""
+    fields = {name: getattr(recipe, name) for name in recipe.__dataclass_fields__}
+    changed = contract.Recipe(**{**fields, "raises": {**recipe.raises, index: tuple(entries)}})
+    try:
+        changed.check(index, row, raised)
+    except contract.RecipeError:
+        return True
+    return False
+
+
+CHANGES = {
+    "another class": lambda entry: [contract.Raises("KeyError", entry.match, entry.where)],
+    "another message": lambda entry: [contract.Raises(entry.error, "no such words", entry.where)],
+    "a range without this row": lambda entry: [],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_wrong_declaration_is_caught(change):
     survived = []
-    for recipe, index, number in declared():
-        entry = recipe.raises[index][number]
-        row = next(
-            (row for row in rows.load() if recipe.needs.holds(row) and recipe.expected(index, row) is entry),
-            None,
-        )
-        if row is None:
+    for recipe, index, row, raised in endings():
+        if raised is None or raised[0] == "KeyError":
             continue
-        raised = (entry.error, f"... {entry.match} ..." if entry.match else "")
-        recipe.check(index, row, raised)  # as it stands, it holds
-        becomes = {
-            "another class": [
-                contract.Raises(
-                    "KeyError" if entry.error != "KeyError" else "IndexError", entry.match, entry.where
-                )
-            ],
-            "another message": [contract.Raises(entry.error, "no such words", entry.where)],
-            "nothing declared": [],
-        }[change]
+        entry = recipe.expected(index, row)
         others = [other for other in recipe.raises[index] if other is not entry]
-        changed = {**recipe.raises, index: tuple([*becomes, *others])}
-        try:
-            _with(recipe, changed).check(index, row, raised)
-            survived.append(f"{recipe.name}, {recipe.cell(index)}, {entry}")
-        except contract.RecipeError:
-            pass
+        assert not caught(recipe, index, row, raised, recipe.raises[index]), "as it stands, it holds"
+        if not caught(recipe, index, row, raised, [*CHANGES[change](entry), *others]):
+            survived.append(f"{recipe.name}, {recipe.cell(index)}, {row.name}: {entry}")
     assert not survived
 
 
-def _with(recipe, raises):
-    fields = {name: getattr(recipe, name) for name in recipe.__dataclass_fields__}
-    return contract.Recipe(**{**fields, "raises": raises})
+def test_a_wider_range_is_caught():
+    """A cell that ends in several ways: what one row raises, declared for every row, is caught in another."""
+    survived, tried = [], 0
+    for recipe, index, row, raised in endings():
+        entry = recipe.expected(index, row)
+        ends = [(other, end) for r, i, other, end in endings() if r is recipe and i == index]
+        if raised is None or all(recipe.expected(index, other) is entry for other, _ in ends):
+            continue
+        tried += 1
+        wide = [contract.Raises(entry.error, entry.match, contract.Where())]
+        if not any(caught(recipe, index, other, end, wide) for other, end in ends):
+            survived.append(f"{recipe.name}, {recipe.cell(index)}: {entry}")
+    assert tried and not survived
 
 
 def test_a_recipe_without_its_proofs_is_refused(tmp_path):
@@ -109,27 +129,6 @@ def test_a_recipe_without_its_proofs_is_refused(tmp_path):
         )
         with pytest.raises(contract.RecipeError):
             contract.read(path)
-
-
-def test_a_wider_and_a_narrower_range_are_caught():
-    """A cell that raises in some rows only: declared for every row, or for none, it is caught in one of them."""
-    survived = []
-    every = rows.load()
-    for recipe, index, number in declared():
-        entry = recipe.raises[index][number]
-        applies = [row for row in every if recipe.needs.holds(row)]
-        ends = {row: recipe.expected(index, row) for row in applies}
-        if all(ends.values()) or not any(end is entry for end in ends.values()):
-            continue
-        wide = contract.Raises(entry.error, entry.match, contract.Where())
-        try:
-            for row, end in ends.items():
-                raised = (end.error, f"... {end.match} ..." if end.match else "") if end else None
-                _with(recipe, {**recipe.raises, index: (wide,)}).check(index, row, raised)
-            survived.append(f"{recipe.name}, {recipe.cell(index)}, {entry}")
-        except contract.RecipeError:
-            pass
-    assert not survived
 
 
 def test_output_typed_by_hand_is_refused(tmp_path):

@@ -146,8 +146,8 @@ def test_unrelated_texts_match_nothing(box, name):
         assert "No recipe knows this text" in box.tab.inner_text("#paste [role=status]")
 
 
-def hard_wrap(text):
-    return "\n".join(text[i : i + 47] for i in range(0, len(text), 47))
+def hard_wrap(text, width=47):
+    return "\n".join(text[i : i + width] for i in range(0, len(text), width))
 
 
 DISGUISES = {
@@ -155,6 +155,7 @@ DISGUISES = {
     "escaped ANSI of a notebook file": lambda text: "".join(f"\\u001b[0;31m{line}\\u001b[0m\\n" for line in text.splitlines()),
     "quoted in a mail": lambda text: "".join(f"> > {line}\n" for line in text.splitlines()),
     "broken by a narrow terminal": hard_wrap,
+    "broken in the last line's class": lambda text: hard_wrap(" " * ((40 - text.rfind("Error: ")) % 47) + text),
     "Windows paths and line ends": lambda text: text.replace("/", "\\").replace("\n", "\r\n"),
     "the head is missing": lambda text: text[len(text) // 3 :],
     "chained to another exception": lambda text: (

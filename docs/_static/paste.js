@@ -91,7 +91,7 @@
     const paste = {
       squashed: squash(cleaned),
       words: new Set(words(cleaned)),
-      errors: new Set((lower.match(/\b\w*(?:error|exception|iteration)\b/g) || [])),
+      errors: new Set(`${lower}\n${lower.replaceAll("\n", "")}`.match(/\b\w*(?:error|exception|iteration)\b/g)),
       bare: new Set([...lower.matchAll(/^\w*error(?=:?[ \t]*$)/gm)].map((match) => match[0])),
       ours: /flax|\bnnx\b|\bjax\b|jaxlib|optax/i.test(cleaned),
       row: chosen !== "" ? Number(chosen) : release ? rowOf(release[1]) : null,

@@ -1,3 +1,4 @@
+# raises=[{"error": "ValueError", "flax": "<0.12.3", "mode": "graph"}, {"error": "ValueError", "mode": "tree"}]
 import jax, jax.numpy as jnp, optax, flax
 from flax import nnx
 

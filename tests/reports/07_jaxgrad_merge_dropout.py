@@ -1,3 +1,4 @@
+# raises=[{"error": "TraceContextError"}]
 import jax, jax.numpy as jnp
 from flax import nnx
 

@@ -1,3 +1,4 @@
+# raises=[{"error": "ValueError"}]
 import jax, jax.numpy as jnp
 from flax import nnx
 

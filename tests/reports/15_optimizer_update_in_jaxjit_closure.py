@@ -1,3 +1,4 @@
+# raises=[{"error": "ValueError", "mode": "graph"}, {"error": "TraceContextError", "mode": "tree"}]
 import jax, jax.numpy as jnp, optax, flax
 from flax import nnx
 

@@ -1,3 +1,4 @@
+# raises=[{"error": "TypeError", "flax": "<0.12.1"}, {"error": "ValueError", "mode": "tree"}]
 import jax.numpy as jnp
 from flax import nnx
 

@@ -1,3 +1,4 @@
+# raises=[{"error": "ValueError", "flax": ">=0.12"}]
 import jax.numpy as jnp
 from flax import nnx
 

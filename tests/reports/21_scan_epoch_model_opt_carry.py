@@ -1,3 +1,4 @@
+# raises=[{"error": "TypeError", "mode": "tree"}]
 import jax, jax.numpy as jnp, optax, flax
 from flax import nnx
 

@@ -1,3 +1,4 @@
+# raises=[{"error": "TypeError"}]
 import jax, jax.numpy as jnp
 from flax import nnx
 

@@ -1,3 +1,4 @@
+# raises=[{"error": "RuntimeError"}]
 import jax, jax.numpy as jnp
 from flax import nnx
 

@@ -1,3 +1,4 @@
+# raises=[{"error": "TypeError", "flax": "<0.12"}]
 import jax, jax.numpy as jnp, optax, flax
 from flax import nnx
 

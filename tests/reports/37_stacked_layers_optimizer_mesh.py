@@ -1,3 +1,4 @@
+# raises=[{"error": "ValueError", "flax": ">=0.12"}]
 import os
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
