@@ -63,6 +63,7 @@ ABSENT = {row.name: row.lacks(HERE) for row in ROWS if not row.interpreter(HERE)
 REQUIRED = set(os.environ.get("NNX_SITE_ROWS", "").split())  # the rows that the calling session has just run
 
 
+LOOK = sorted(path for name in ("_templates", "_static") for path in (ROOT / "docs" / name).rglob("*.*"))
 MADE: list[pages.Pages] = []  # made once, before anything is read
 
 
@@ -118,11 +119,13 @@ def write_files(app, error) -> None:
         stubs |= {old: MADE[-1].files[new] for old, new in moved.items() if new in MADE[-1].files}
         if clash := [old for old in stubs if old.removesuffix(".html") in app.env.found_docs]:
             sys.exit(f"\n{clash[0]} is a page and has a redirect: take its line out of docs/redirects.txt\n")
-        pages.write(MADE[-1], Path(app.outdir), stubs)
+        pages.write(MADE[-1], Path(app.outdir), stubs, app.env.found_docs)
 
 
 def setup(app) -> None:
-    app.add_config_value("nnx_redirects", links.redirects(), "html")  # a change writes every page again
+    # A change of these writes every page again. Sphinx itself goes by the time of templates, which a clock may set back.
+    app.add_config_value("nnx_redirects", links.redirects(), "html")
+    app.add_config_value("nnx_look", {p.name: sha256(p.read_bytes()).hexdigest() for p in LOOK}, "html")
     app.connect("env-get-outdated", outdated)
     app.connect("source-read", read_source)
     app.connect("doctree-read", keep_short_anchors)

@@ -11,6 +11,7 @@ if sys.version_info < (3, 11):
 sys.path.insert(0, str(Path(__file__).parent))
 
 import nox
+from filelock import FileLock, Timeout  # with nox comes virtualenv, with it this
 from nox.command import CommandFailed
 
 from harness import rows
@@ -21,6 +22,8 @@ nox.options.download_python = "never"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["docs"]
 os.environ["UV_PYTHON_DOWNLOADS"] = "never"
+# Without written bytecode each of the many processes would compile JAX anew: a third of the time. It stays in .nox.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 CONTRAST = (
     "0.12.2"  # what the site shows beside the newest row: the last release in which the seed code fails
@@ -34,7 +37,12 @@ ABSENT = [row for row in ROWS if not PYTHON[row.name]]
 CURRENT = next(row.name for row in ROWS if PYTHON[row.name])
 CI = bool(os.environ.get("CI"))
 SHOWN = [row.name for row in ROWS] if CI else list(dict.fromkeys([CURRENT, CONTRAST]))
-SITE = Path("build/html")
+SITE, DOCTREES = Path("build/html"), Path("build/doctrees")
+MADE = [Path("build"), Path(".nox")]  # all that a session writes is in these
+if locked := [path for path in MADE if not os.access(path if path.exists() else ".", os.W_OK)]:
+    names = " and ".join(f"{path}/" for path in locked)
+    sys.exit(f"cannot write {names} in {Path.cwd()}: copy the project to a folder that can be written")
+LOCK = FileLock("build/lock")
 # The interpreters found go in front, so that nox and uv take them and no shim that fails.
 os.environ["PATH"] = os.pathsep.join(
     [*{os.path.dirname(HERE[v]) for v in PYTHON.values() if v}, os.environ["PATH"]]
@@ -49,9 +57,20 @@ def tell(session: nox.Session) -> None:
         session.error("with CI set, every row must run")
 
 
+def alone(session: nox.Session) -> None:
+    """Wait until no other nox works in this clone, and keep others out until this one ends, however it does."""
+    Path("build").mkdir(exist_ok=True)
+    try:
+        LOCK.acquire(timeout=0)
+    except Timeout:
+        session.log("Another nox session is at work in this clone. Waiting until it ends ...")
+        LOCK.acquire()
+
+
 def execute(session: nox.Session, row: str, *args: str) -> None:
     """Install one row from its lock, and execute the recipes in it."""
     tell(session)
+    alone(session)
     if not PYTHON[row]:
         session.skip(f"no interpreter for row {row}")
     session.install("--require-hashes", "-r", f"requirements/{row}.txt")
@@ -87,16 +106,24 @@ EXECUTED = EVERY if CI else [f"recipes({CURRENT})", "contrast"]
 
 
 def build(session: nox.Session, rows_shown: list[str]) -> None:
-    """Build the site beside the old one and put it in its place; a build that fails leaves no site."""
-    partial, doctrees = Path("build/html.partial"), Path("build/doctrees")
-    if partial.exists():  # an earlier build was interrupted: nothing of it is used
-        shutil.rmtree(partial)
-        shutil.rmtree(doctrees, ignore_errors=True)
-    if SITE.exists():
-        SITE.rename(partial)
+    """Build the site beside the old one and put it in its place; a build that fails leaves no site.
+
+    Nothing of a build that was interrupted is used. Its folders have its process in their names, since a Sphinx that was
+    left without its nox may still write to them.
+    """
+    alone(session)
+    for left in [*Path("build").glob("html.*"), *Path("build").glob("doctrees.*")]:
+        shutil.rmtree(left, ignore_errors=True)
+    html, doctrees = (path.with_suffix(f".{os.getpid()}") for path in (SITE, DOCTREES))
+    if SITE.exists() and DOCTREES.exists():
+        SITE.rename(html)
+        DOCTREES.rename(doctrees)
+    for path in (SITE, DOCTREES):
+        shutil.rmtree(path, ignore_errors=True)
     env = {"NNX_SITE_ROWS": " ".join(rows_shown)}
-    session.run("sphinx-build", "-q", "-W", "-n", "-d", str(doctrees), ".", str(partial), env=env)
-    partial.rename(SITE)
+    session.run("sphinx-build", "-q", "-W", "-n", "-d", str(doctrees), ".", str(html), env=env)
+    doctrees.rename(DOCTREES)
+    html.rename(SITE)
 
 
 @nox.session(python=PYTHON[CURRENT], requires=EXECUTED)
@@ -133,6 +160,7 @@ def serve(session: nox.Session) -> None:
     session.install("--require-hashes", "-r", "requirements.txt")
     watched = [f"--watch={name}" for name in ("harness", "requirements")]
     ignored = [f"--ignore={Path.cwd() / name}" for name in ("build", ".nox", ".venv", ".git")]
+    LOCK.release(force=True)  # what a change starts is a nox of its own
     again = shlex.join([sys.executable, "-m", "nox", "-R", "-s", *EXECUTED])
     session.run(
         "sphinx-autobuild",
@@ -164,6 +192,7 @@ def bench(session: nox.Session) -> None:
 @nox.session(python=PYTHON[CURRENT], default=False)
 def mutants(session: nox.Session) -> None:
     """Put mistakes into the recipes and run them: each must be caught. `-- -k NAME` tries one recipe. An hour."""
+    alone(session)
     session.install("--require-hashes", "-r", f"requirements/{CURRENT}.txt")
     shutil.rmtree("build/mutants", ignore_errors=True)
     session.run(

@@ -14,7 +14,7 @@ import platform
 import re
 import tempfile
 import time
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta
 from functools import cache
 from pathlib import Path
 
@@ -24,9 +24,9 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from harness import kernels
+from harness import files, kernels
 from harness.contract import Recipe, RecipeError
-from harness.rows import ROOT, Row
+from harness.rows import ROOT, Row, pins
 
 EXECUTED = ROOT / "build" / "executed"
 CELL_SECONDS = 120  # a cell that runs longer is stopped and named
@@ -36,19 +36,34 @@ EXECUTOR = [
     ROOT / "harness" / "contract.py",
     ROOT / "harness" / "kernels.py",
 ]  # a change of these executes everything again
+CHANGELOG = ROOT / "CHANGELOG.md"
 
-# Run in the kernel before the first cell. Warnings that a reader's code would cause are errors; plots are SVG whose
-# text is text and whose bytes repeat.
+# Run in the kernel before the first cell. Warnings that a reader's code would cause are errors; no cell reaches another
+# machine; plots are SVG whose text is text and whose bytes repeat. It leaves no name behind that a cell could use.
 SETUP = """
-import warnings
-get_ipython().InteractiveTB.set_mode("Plain")
-warnings.filterwarnings("error", module=r"(flax|jax|jaxlib|optax|__main__)(\\.|$)")
-warnings.filterwarnings("ignore", message=".*persistent compilation cache.*")  # a damaged entry is compiled again
-get_ipython().run_line_magic("config", "InlineBackend.figure_formats = ['svg']")
-get_ipython().run_line_magic("config", "InlineBackend.rc = " + repr({
-    "figure.figsize": (6.4, 3.6), "figure.facecolor": "none", "axes.facecolor": "none",
-    "savefig.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": "nnx",
-}))
+def _setup(shell):
+    import sys
+    import warnings
+
+    def local_only(event, arguments):
+        if event in ("socket.connect", "socket.getaddrinfo"):
+            address = arguments[1] if event == "socket.connect" else arguments
+            host = address[0] if isinstance(address, tuple) else "localhost"
+            if host not in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None):
+                raise ConnectionError(f"a recipe reaches no other machine; this one tried {host}")
+
+    sys.addaudithook(local_only)
+    shell.InteractiveTB.set_mode("Plain")
+    warnings.filterwarnings("error", module=r"(flax|jax|jaxlib|optax|__main__)(\\.|$)")
+    warnings.filterwarnings("ignore", message=".*persistent compilation cache.*")  # a damaged entry is compiled again
+    shell.run_line_magic("config", "InlineBackend.figure_formats = ['svg']")
+    shell.run_line_magic("config", "InlineBackend.rc = " + repr({
+        "figure.figsize": (6.4, 3.6), "figure.facecolor": "none", "axes.facecolor": "none",
+        "savefig.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": "nnx",
+    }))
+
+_setup(get_ipython())
+del _setup
 """
 
 
@@ -68,11 +83,26 @@ def environment() -> dict[str, str]:
 
 
 def check_environment(row: Row) -> None:
-    """Raises RecipeError where the installed Flax or jax is not the row's."""
-    for package, wanted in (("flax", row.flax), ("jax", row.jax)):
-        if (found := importlib.metadata.version(package)) != str(wanted):
+    """Raises RecipeError where what is installed is not what the row's lock pins, package by package."""
+    installed = {re.sub(r"[-_.]+", "-", name): version for name, version in environment().items()}
+    pinned = {**pins(row.lock, here=True), "flax": str(row.flax), "jax": str(row.jax)}
+    for package, wanted in pinned.items():
+        if (found := installed.get(re.sub(r"[-_.]+", "-", package.lower()), "not installed")) != wanted:
             do = f'run `nox -s "recipes({row.name})"`, which installs {row.lock.name}'
             raise RecipeError("(all)", f"{package} {wanted}", f"{package} {found}", do, row=row.name)
+
+
+def check_clock() -> None:
+    """Raises RecipeError where the clock is behind the newest date in CHANGELOG.md by more than a time zone.
+
+    Pages say when they were executed. A time that SOURCE_DATE_EPOCH fixes is taken as it is.
+    """
+    dates = re.findall(r"^## (\d{4}-\d\d-\d\d)$", CHANGELOG.read_text(encoding="utf-8"), re.MULTILINE)
+    newest = max(map(date.fromisoformat, dates), default=date.min)
+    today = _now().date()
+    if "SOURCE_DATE_EPOCH" not in os.environ and today < newest - timedelta(days=1):
+        expected = f"a clock at {newest} or later, the newest date in {CHANGELOG.name}"
+        raise RecipeError("(all)", expected, str(today), "set the clock: pages say when they were executed")
 
 
 def _digest(*parts: bytes) -> str:
@@ -130,21 +160,26 @@ def executed(recipe: Recipe, row: Row, folder: Path = EXECUTED) -> NotebookNode:
     except ExecutedError:
         pass
     path = path_of(recipe, row, folder)
-    path.unlink(missing_ok=True)  # nothing stale is left if this run fails
-    notebook = run(recipe, row)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    nbformat.write(notebook, partial)
-    os.replace(partial, path)
+    try:
+        path.unlink(missing_ok=True)  # nothing stale is left if this run fails
+        notebook = run(recipe, row)
+        files.write(path, nbformat.writes(notebook) + "\n")
+    except OSError as error:
+        do = "make room on the disk, or make the folder writable; then run it again"
+        raise RecipeError(
+            recipe.name, f"to write {path.parent.name}/{path.name}", str(error), do, row=row.name
+        ) from None
     return notebook
 
 
-def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS) -> NotebookNode:
+def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS, held: bool = True) -> NotebookNode:
     """Execute a recipe, cell by cell, and check each cell against its contract.
 
     `seconds` is the time limit of one cell. Returns the executed notebook. Raises RecipeError at the first cell that
-    did not do what it declares, wrote to stderr, hung, or killed its kernel.
+    did not do what it declares, wrote to stderr, hung, or killed its kernel. With `held` false no cell is held to what
+    it declares: what each did is in the notebook, and only a cell that hung or killed its kernel raises.
     """
+    check_clock()
     notebook = nbformat.from_dict(json.loads(json.dumps(recipe.notebook)))
     setup = nbformat.v4.new_code_cell(SETUP)
     probe = nbformat.v4.new_code_cell("import jax\nprint(jax.device_count())")
@@ -155,6 +190,7 @@ def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS) -> NotebookNode
             timeout=seconds,
             allow_errors=True,
             store_widget_state=False,
+            shutdown_kernel="immediate",  # nothing in it is left to save
             resources={"metadata": {"path": scratch}},
         )
         client.km = client.create_kernel_manager()
@@ -173,6 +209,8 @@ def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS) -> NotebookNode
                     if cell.cell_type == "code":
                         began = time.perf_counter()
                         _execute_cell(client, recipe, row, index, cell, seconds)
+                        if held:
+                            _check_cell(recipe, row, index, cell)
                         timings[recipe.cell(index)] = round(time.perf_counter() - began, 2)
                 notebook.cells.append(probe)
                 client.execute_cell(probe, len(notebook.cells) - 1, store_history=False)
@@ -181,7 +219,7 @@ def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS) -> NotebookNode
             if client.km and client.km.has_kernel:
                 client.km.shutdown_kernel(now=True)
     devices = "".join(output.get("text", "") for output in probe.outputs).strip()
-    if devices != str(recipe.devices):
+    if held and devices != str(recipe.devices):
         do = "declare `devices` in the header's `needs`, or set jax_num_cpu_devices in the first cell"
         raise RecipeError(recipe.name, f"{recipe.devices} device(s)", devices, do, "header", row.name)
     for cell in notebook.cells:
@@ -199,7 +237,7 @@ def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS) -> NotebookNode
 
 
 def _execute_cell(client, recipe: Recipe, row: Row, index: int, cell: NotebookNode, seconds: float) -> None:
-    """Execute one code cell and check it; its outputs are cleaned in place."""
+    """Execute one code cell; its outputs are cleaned in place."""
     place = {"cell": recipe.cell(index), "row": row.name}
     ends = f"the cell to end within {seconds:g} s"
     try:
@@ -215,12 +253,24 @@ def _execute_cell(client, recipe: Recipe, row: Row, index: int, cell: NotebookNo
     for output in cell.outputs:
         if "execution_count" in output:
             output.execution_count = None
-    error = next((o for o in cell.outputs if o.output_type == "error"), None)
-    recipe.check(index, row, (error.ename, error.evalue) if error else None)
+
+
+def raised(cell: NotebookNode) -> tuple[str, str] | None:
+    """The class and the message of what an executed cell raised, or None."""
+    error = next((output for output in cell.get("outputs", []) if output.output_type == "error"), None)
+    return (error.ename, error.evalue) if error else None
+
+
+def _check_cell(recipe: Recipe, row: Row, index: int, cell: NotebookNode) -> None:
+    """Hold an executed cell to what it declares, and to silence on stderr. Raises RecipeError."""
+    recipe.check(index, row, raised(cell))
     for output in cell.outputs:
         if output.get("name") == "stderr":
             do = "mend what it warns of; a progress bar goes to sys.stdout"
-            raise RecipeError(recipe.name, "nothing on stderr", output.text.strip()[:500], do, **place)
+            came = output.text.strip()[:500]
+            raise RecipeError(
+                recipe.name, "nothing on stderr", came, do, cell=recipe.cell(index), row=row.name
+            )
 
 
 def kernel_environment(row: Row) -> dict[str, str]:
@@ -236,6 +286,7 @@ def kernel_environment(row: Row) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONHASHSEED": "0",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # the debugger that comes with a kernel has nothing to say
         "SOURCE_DATE_EPOCH": "0",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     }

@@ -21,7 +21,16 @@ from functools import cache
 from pathlib import Path
 
 # Not matplotlib_inline: it looks for a running IPython when it is imported, and without one shows no plots.
-IMPORTED = ("jax", "jax.numpy", "flax.nnx", "optax", "numpy", "IPython", "ipykernel.kernelapp")
+IMPORTED = (
+    "jax",
+    "jax.numpy",
+    "flax.nnx",
+    "optax",
+    "numpy",
+    "IPython",
+    "ipykernel.kernelapp",
+    "ipykernel.debugger",
+)
 READY_SECONDS = 120
 
 

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-import os
 import re
+import sys
 from html import escape
 from pathlib import Path
 
 from bs4 import BeautifulSoup
 
+from harness import files
 from harness.rows import ROOT
 
 PUBLISHED = ROOT / "docs" / "links.txt"
@@ -103,9 +104,12 @@ def extend(site: Path) -> list[str]:
     known = published()
     new = sorted(addresses(site) - set(known) - set(redirects()))
     if new:
-        partial = PUBLISHED.with_suffix(".partial")
-        partial.write_text("\n".join(sorted({*known, *new})) + "\n", encoding="utf-8")
-        os.replace(partial, PUBLISHED)
+        try:
+            files.write(PUBLISHED, "\n".join(sorted({*known, *new})) + "\n")
+        except OSError as error:
+            raise LinkError(
+                f"{PUBLISHED.name}: expected to add {len(new)} new addresses; came: {error}; make it writable"
+            ) from None
     return new
 
 
@@ -143,5 +147,8 @@ def keep_anchors(page: str, body: str, moved: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    for new_address in extend(ROOT / "build" / "html"):
-        print(f"new address: {new_address}")
+    try:
+        for new_address in extend(ROOT / "build" / "html"):
+            print(f"new address: {new_address}")
+    except LinkError as error:
+        sys.exit(str(error))

@@ -135,12 +135,21 @@ def _output(page: str, place: str, results: list[Result]) -> str:
     return f"{text}\n\nPrinted under `{row.name}` by [{result.recipe.title}](../recipes/{name}.py#{anchor})."
 
 
-def write(pages: Pages, out: Path, stubs: dict[str, str]) -> None:
-    """Write the files beside the built pages, and `stubs`, the pages at addresses that were moved."""
-    for address, text in {**pages.files, **stubs}.items():
+def write(pages: Pages, out: Path, stubs: dict[str, str], documents: set[str]) -> None:
+    """Write the files beside the built pages, and `stubs`, the pages at addresses that were moved.
+
+    What an earlier build left and this one does not have is taken away: `documents` names the pages that it has.
+    """
+    made = {**pages.files, **stubs}
+    for address, text in made.items():
         path = out / address
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    kept = {*made, *(f"{name}.html" for name in [*documents, "404", "search", "genindex"])}
+    for path in out.rglob("*"):
+        address = path.relative_to(out).as_posix()
+        if path.suffix in (".html", ".ipynb", ".md", ".py") and address not in kept:
+            path.unlink()
 
 
 def tabs_alone(css: str) -> str:

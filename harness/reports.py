@@ -95,13 +95,19 @@ def outcomes(row: Row) -> dict[str, str] | None:
     path = RAN / row.name / "outcomes.json"
     if not path.exists():
         return None
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    if kept["made-from"] != digest(row):
+    again = f'delete build/reports/{row.name} and run `nox -s "recipes({row.name})"`'
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        made_from, content, cases = kept["made-from"], kept["content"], kept["cases"]
+    except (ValueError, KeyError, TypeError) as error:  # any damage at all
+        raise ReportError(
+            f"row {row.name}: {path.name} is corrupt ({type(error).__name__}); {again}"
+        ) from None
+    if made_from != digest(row):
         return None
-    if kept["content"] != _content(kept["cases"]):
-        again = f'run `nox -s "recipes({row.name})"` after deleting it'
+    if content != _content(cases):
         raise ReportError(f"row {row.name}: the outcomes in {path.name} are not those of the run; {again}")
-    return kept["cases"]
+    return cases
 
 
 def _content(cases: dict[str, str]) -> str:
@@ -114,13 +120,17 @@ def run(row: Row) -> dict[str, str]:
     The process must have the row's packages and the variables of `execute.kernel_environment`. Raises ReportError for a
     case that does not end as it declares.
     """
-    if (kept := outcomes(row)) is not None:
-        return kept
+    try:
+        if (kept := outcomes(row)) is not None:
+            return kept
+    except ReportError:
+        pass  # they are run again
     import jax  # here, since an unchanged row needs no JAX
 
     jax.config.update("jax_num_cpu_devices", 8)
-    folder, partial = RAN / row.name, RAN / f"{row.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    folder, partial = RAN / row.name, RAN / f"{row.name}.{os.getpid()}.partial"
+    for left in RAN.glob(f"{row.name}.*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     found = {}
     for path in sorted(CASES.glob("*.py")):

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.markers import Marker
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
@@ -118,12 +119,16 @@ def load(folder: Path = REQUIREMENTS) -> list[Row]:
     return sorted(rows, key=lambda row: (row.flax, row.mode == "graph"), reverse=True)
 
 
-def pins(lock: Path) -> dict[str, str]:
-    """The versions that a lock pins, by package, a package with several (by marker) with all; empty without a lock."""
+def pins(lock: Path, here: bool = False) -> dict[str, str]:
+    """The versions that a lock pins, by package, a package with several (by marker) with all; empty without a lock.
+
+    With `here`, only what the markers select for this interpreter and machine.
+    """
     text = lock.read_text(encoding="utf-8") if lock.exists() else ""
     found: dict[str, list[str]] = {}
-    for name, version in re.findall(r"^([\w.-]+)==([^\s;\\]+)", text, re.MULTILINE):
-        found.setdefault(name, []).append(version)
+    for name, version, marker in re.findall(r"^([\w.-]+)==([^\s;\\]+)(?: ; ([^\\\n]+))?", text, re.MULTILINE):
+        if not here or not marker or Marker(marker.strip()).evaluate():
+            found.setdefault(name, []).append(version)
     return {name: " or ".join(versions) for name, versions in found.items()}
 
 
