@@ -14,7 +14,7 @@ from docutils import nodes
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from harness import links, origin, pages, rows  # noqa: E402
+from harness import files, links, origin, pages, rows  # noqa: E402
 
 project = "NNX Loop Recipes"
 author = "NNX Loop Recipes contributors"
@@ -64,6 +64,7 @@ REQUIRED = set(os.environ.get("NNX_SITE_ROWS", "").split())  # the rows that the
 
 
 LOOK = sorted(path for name in ("_templates", "_static") for path in (ROOT / "docs" / name).rglob("*.*"))
+PASTE = ("index", "docs/errors")  # the pages that have the paste box
 MADE: list[pages.Pages] = []  # made once, before anything is read
 
 
@@ -74,8 +75,14 @@ def outdated(app, env, added, changed, removed) -> list[str]:
     except pages.ERRORS as error:
         sys.exit(f"\n{error}\n")  # the message alone, without Sphinx's report of an internal error
     MADE.append(made)
-    last, env.generated = getattr(env, "generated", {}), dict(made.texts)
-    return [name for name, text in made.texts.items() if last.get(name) != text]
+    index = Path(app.outdir) / "_static" / "paste_index.js"  # written first: pages name its digest
+    files.write(index, made.files["_static/paste_index.js"])
+    now = {
+        name: text + made.files["_static/paste_index.js"] * (name in PASTE)
+        for name, text in made.texts.items()
+    }
+    last, env.generated = getattr(env, "generated", {}), now
+    return [name for name, text in now.items() if last.get(name) != text]
 
 
 def read_source(app, docname: str, source: list[str]) -> None:
@@ -104,7 +111,7 @@ def furnish(app, pagename: str, templatename, context, doctree) -> None:
         "url": f"{HOME.site}{pagename}.html" if HOME.site else "",
     }
     context["content_security_policy"] = POLICY
-    if pagename in ("index", "docs/errors"):
+    if pagename in PASTE:
         app.add_js_file("paste_index.js", defer="defer")
         app.add_js_file("paste.js", defer="defer")
 
@@ -113,6 +120,7 @@ def write_files(app, error) -> None:
     """Write the files beside the pages, and a page at each address that was moved."""
     if not error:
         sheet = Path(app.outdir) / "_static" / "sphinx-design.min.css"
+        (Path(app.outdir) / ".buildinfo.bak").unlink(missing_ok=True)
         sheet.write_text(pages.tabs_alone(sheet.read_text(encoding="utf-8")), encoding="utf-8")
         moved = app.config.nnx_redirects
         stubs = {old: links.stub(old, moved) for old in moved if old.endswith(".html")}
