@@ -16,6 +16,7 @@ from harness.rows import ROOT, Row
 RECIPES = ROOT / "recipes"
 TAGS = {"snippet", "proof", "raises-exception", "outcome"}
 RANGE_KEYS = {"flax", "jax", "mode"}
+MATCH_LETTERS = 8  # a shorter fragment is found in many messages
 # What looks like output in a Markdown cell: a fenced or indented block, a line that begins with an exception.
 TYPED = re.compile(r"^(?:`{3}|~{3}| {4,}\S|[\w.]+(?:Error|Exception|Warning): ).*", re.MULTILINE)
 
@@ -314,6 +315,9 @@ def _check_cell(bad, cell: NotebookNode, label: str) -> tuple[Raises, ...]:
                 "name the class and a fragment",
                 label,
             )
+        if 0 < len(entry["match"]) < MATCH_LETTERS:
+            do = "quote more of the message: the words tell this error from others"
+            raise bad(f"a `match` of {MATCH_LETTERS} letters or more", repr(entry["match"]), do, label)
         ranges = {k: v for k, v in entry.items() if k not in ("error", "match")}
         declared.append(
             Raises(entry["error"], entry["match"], _where(bad, ranges, RANGE_KEYS, "`raises`", label))

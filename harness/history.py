@@ -1,23 +1,28 @@
 """What changed between two commits of the site: rows in which a recipe or a cell began or stopped raising.
 
-    python -m harness.history OLD [NEW]
+    python -m harness.history [--write] [OLD [NEW]]
 
-prints a line for each change, as CHANGELOG.md wants it. Nothing is executed: a recipe declares what each cell raises in
-each row, and no commit passes its tests where a declaration and a run disagree.
+prints a line for each change; OLD is the commit that last changed CHANGELOG.md if left out, NEW the working copy. With
+`--write` the lines that CHANGELOG.md does not have are added to its section of today, from which the feed has them.
+Nothing is executed: a recipe declares what each cell raises in each row, and no commit passes its tests where a
+declaration and a run disagree.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
+from datetime import date
 from pathlib import Path
 
-from harness import contract, rows
+from harness import contract, files, rows
 from harness.rows import ROOT, Row
 
+CHANGELOG = ROOT / "CHANGELOG.md"
 Ends = dict[tuple[str, str], dict[str, str]]  # recipe and section: row name to how it ends there
 
 
@@ -39,6 +44,17 @@ def at(commit: str) -> Ends:
         with tarfile.open(fileobj=io.BytesIO(found.stdout)) as archive:
             archive.extractall(folder, filter="data")
         return ends(Path(folder))
+
+
+def last_changed(path: Path) -> str:
+    """The commit that last changed a file. Raises HistoryError where none did."""
+    command = ["git", "log", "-1", "--format=%H", "--", str(path)]
+    found = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False)
+    if not found.stdout.strip():
+        raise HistoryError(
+            f"{path.name}: expected a commit that changed it, found none; {found.stderr.strip()}"
+        )
+    return found.stdout.strip()
 
 
 def ends(folder: Path = ROOT) -> Ends:
@@ -99,17 +115,40 @@ def changes(old: Ends, new: Ends) -> list[str]:
     return lines
 
 
+def entered(changelog: str, lines: list[str], today: str) -> str:
+    """The text of CHANGELOG.md with the lines that it does not have, at the end of the section of `today` (YYYY-MM-DD).
+
+    The section is made, before the others, where there is none.
+    """
+    new = "".join(f"- {line}\n" for line in lines if f"- {line}\n" not in changelog)
+    if not new:
+        return changelog
+    start = re.search(rf"^## {today}\n", changelog, re.MULTILINE)
+    following = re.compile(r"^## ", re.MULTILINE).search(changelog, start.end() if start else 0)
+    place = following.start() if following else len(changelog)
+    before, after = changelog[:place].rstrip("\n"), changelog[place:]
+    heading = "\n" if start else f"\n\n## {today}\n\n"
+    return before + heading + new + ("\n" + after if after else "")
+
+
 def main(arguments: list[str]) -> None:
     """Print the changes between the commits named, or between a commit and the working copy."""
-    if len(arguments) not in (1, 2):
-        sys.exit(
-            "expected: python -m harness.history OLD [NEW], each a commit; NEW is the working copy if left out"
-        )
+    commits = [argument for argument in arguments if argument != "--write"]
+    if len(commits) > 2 or any(commit.startswith("-") for commit in commits):
+        sys.exit("expected: python -m harness.history [--write] [OLD [NEW]], OLD and NEW each a commit")
     try:
-        old, new = at(arguments[0]), at(arguments[1]) if arguments[1:] else ends()
+        old = at(commits[0] if commits else last_changed(CHANGELOG))
+        new = at(commits[1]) if commits[1:] else ends()
     except HistoryError as error:
         sys.exit(str(error))
-    print("\n".join(f"- {line}" for line in changes(old, new)) or "No outcome changed.")
+    found = changes(old, new)
+    print("\n".join(f"- {line}" for line in found) or "No outcome changed.")
+    if "--write" in arguments:
+        before = CHANGELOG.read_text(encoding="utf-8")
+        text = entered(before, found, date.today().isoformat())
+        if text != before:
+            files.write(CHANGELOG, text)
+            print(f"{CHANGELOG.name} has them now, for its readers to be told in words.")
 
 
 if __name__ == "__main__":

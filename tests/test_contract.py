@@ -24,7 +24,7 @@ BODY = """# %% [markdown]
 # %% tags=["snippet"]
 double = lambda x: 2 * x
 
-# %% tags=["raises-exception"] raises=[{"error": "ValueError", "match": "no good", "flax": "<0.12.3", "mode": "graph"}]
+# %% tags=["raises-exception"] raises=[{"error": "ValueError", "match": "this is no good", "flax": "<0.12.3", "mode": "graph"}]
 fail()
 
 # %% tags=["proof"]
@@ -73,8 +73,9 @@ BROKEN = {
     "unknown tag": (HEADER + BODY.replace('"proof"', '"prof"'), "`prof`"),
     "broken cell metadata": (HEADER + BODY.replace('"graph"}]', '"graph"'), "cell 3 (line 19)"),
     "raises without the tag": (HEADER + BODY.replace('tags=["raises-exception"] ', ""), "`raises` alone"),
-    "the tag without raises": (HEADER + BODY.replace(' raises=[{"error": "ValueError", "match": "no good", "flax": "<0.12.3", "mode": "graph"}]', ""), "the tag alone"),
-    "an entry without a match": (HEADER + BODY.replace('"match": "no good", ', ""), 'an entry with "error" and "match"'),
+    "the tag without raises": (HEADER + BODY.replace(' raises=[{"error": "ValueError", "match": "this is no good", "flax": "<0.12.3", "mode": "graph"}]', ""), "the tag alone"),
+    "an entry without a match": (HEADER + BODY.replace('"match": "this is no good", ', ""), 'an entry with "error" and "match"'),
+    "a match of few letters": (HEADER + BODY.replace("this is no good", "no good"), "a `match` of 8 letters or more"),
     "an entry without a class": (HEADER + BODY.replace('"ValueError"', '""'), 'an entry with "error" and "match"'),
     "unknown entry key": (HEADER + BODY.replace('"mode"', '"rows"'), "`rows`"),
     "unknown mode": (HEADER + BODY.replace('"graph"', '"default"'), "'default'"),
@@ -96,7 +97,7 @@ def test_a_broken_recipe_is_named_with_what_is_wrong(tmp_path, case):
     assert said.startswith("recipe toy") and all(part in said for part in ("expected:", "came:", "do:"))
 
 
-RAISED = ("ValueError", "that is no good at all")
+RAISED = ("ValueError", "and this is no good at all")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_what_a_cell_did_is_compared_both_ways(tmp_path, row, raised, message):
 
 
 def test_an_empty_match_is_an_empty_message_and_nothing_else(tmp_path):
-    recipe = read(tmp_path, HEADER + BODY.replace('"no good"', '""'))
+    recipe = read(tmp_path, HEADER + BODY.replace('"this is no good"', '""'))
     recipe.check(2, ROW["0.12.2"], ("ValueError", ""))
     with pytest.raises(contract.RecipeError, match="expected: ValueError with an empty message"):
         recipe.check(2, ROW["0.12.2"], RAISED)
@@ -133,7 +134,7 @@ def test_a_range_that_holds_no_row_and_two_entries_in_one_row_are_refused(tmp_pa
     never = read(tmp_path, HEADER + BODY.replace("<0.12.3", "<0.11"))
     with pytest.raises(contract.RecipeError, match="which holds none"):
         contract.check_ranges(never, list(ROW.values()))
-    second = '{"error": "TypeError", "match": "no", "flax": "<0.12.0"}, {"error": "ValueError"'
+    second = '{"error": "TypeError", "match": "not at all", "flax": "<0.12.0"}, {"error": "ValueError"'
     twice = read(tmp_path, HEADER + BODY.replace('{"error": "ValueError"', second))
     with pytest.raises(contract.RecipeError, match="make the ranges of the entries disjoint"):
         contract.check_ranges(twice, list(ROW.values()))

@@ -132,7 +132,8 @@ def test_a_package_that_is_missing_or_another(tmp_path, row):
         execute.check_environment(row)
     row.lock.write_text(lock.replace("optax", "No_Such.package"))
     with pytest.raises(
-        contract.RecipeError, match="expected: No_Such.package 0.0.1\n  came:     No_Such.package not installed"
+        contract.RecipeError,
+        match="expected: No_Such.package 0.0.1\n  came:     No_Such.package not installed",
     ):
         execute.check_environment(replace(row, flax=Version(str(row.flax))))
 
@@ -170,30 +171,46 @@ def test_damaged_outcomes_of_reports(tmp_path, monkeypatch):
 # While the site is built.
 
 
+def once_there(project, pattern):
+    """Wait until a build has made what the pattern says."""
+    while not list((project.folder / "build").glob(pattern)):
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_build_interrupted_at_any_point(project, clean, number):
-    for seconds in (0.3, 1.2, 2.4, 3.2):
-        process = project.start()
-        time.sleep(seconds)
-        os.killpg(process.pid, number)
-        said = process.communicate(timeout=60)[0]
-        if process.returncode == 0:
-            break  # it was done before
-        assert not project.site.exists(), said
-    project.build()
-    assert right(project, clean)
-
-
-def test_a_sphinx_that_outlives_its_nox_spoils_nothing(project, clean):
+@pytest.mark.parametrize("point", ["doctrees.*", "html.*/_static", "html.*/index.html"])
+def test_a_build_interrupted_at_any_point(project, clean, point, number):
     process = project.start()
-    while not list((project.folder / "build").glob("html.*/_static")):
-        time.sleep(0.05)
-    process.kill()  # nox alone: Sphinx goes on
-    process.wait()
-    project.build()
-    process.stdout.close()
+    once_there(project, point)
+    os.killpg(process.pid, number)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode != 0 and not project.site.exists(), said
     project.build()
     assert right(project, clean)
+
+
+def test_a_sphinx_that_outlives_its_nox_spoils_nothing(project, tmp_path_factory):
+    """It goes on with the old text while a build of the new text is half done."""
+    old = project.start()
+    once_there(project, "html.*/_static")
+    old.kill()
+    old.wait()
+    os.killpg(old.pid, signal.SIGSTOP)
+    other = Project(tmp_path_factory.mktemp("other"))
+    for changed in (project, other):
+        changed.add("first", title="Another title")
+    new = project.start()
+    once_there(project, "html.*/recipes/first.html")
+    os.killpg(new.pid, signal.SIGSTOP)
+    os.killpg(old.pid, signal.SIGCONT)
+    old.communicate(timeout=60)
+    os.killpg(new.pid, signal.SIGCONT)
+    said = new.communicate(timeout=60)[0]
+    assert new.returncode == 0, said
+    other.build()
+    assert not difference(project.site, other.site)
+    project.build()
+    assert right(project, other)
 
 
 def test_two_builds_at_once(project, clean):

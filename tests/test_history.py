@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from harness import contract, history, rows
+from harness import contract, history, machine, origin, rows
 
 THEN = {
     ("loop", ""): {"1": "works", "2": "works"},
@@ -85,3 +85,35 @@ def test_a_commit_that_is_not_there_is_named():
 def test_two_commits_are_compared(capsys):
     history.main(["HEAD", "HEAD"])
     assert capsys.readouterr().out == "No outcome changed.\n"
+
+
+CHANGES = "# Changelog\n\n## 2026-11-30\n\n- Older.\n"
+
+
+def test_changes_are_entered_once_into_the_section_of_the_day_and_reach_the_feed():
+    once = history.entered(CHANGES, ["`loop`: works on `2`; before, it was: raises `E`."], "2026-12-01")
+    line = "- `loop`: works on `2`; before, it was: raises `E`.\n"
+    assert once == f"# Changelog\n\n## 2026-12-01\n\n{line}\n## 2026-11-30\n\n- Older.\n"
+    assert history.entered(once, ["`loop`: works on `2`; before, it was: raises `E`."], "2026-12-02") == once
+    more = history.entered(once, ["Row `3`: added."], "2026-12-01")
+    assert f"{line}- Row `3`: added.\n\n## 2026-11-30" in more
+    assert "Row `3`: added." in machine.feed(more, origin.known())
+    assert history.entered("# Changelog\n", ["x"], "2026-12-01") == "# Changelog\n\n## 2026-12-01\n\n- x\n"
+
+
+def test_the_command_compares_with_the_last_commit_of_the_changelog(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "CHANGELOG.md"
+    path.write_text(CHANGES)
+    monkeypatch.setattr(history, "last_changed", lambda changelog: "HEAD")
+    now = history.ends()
+    name = next(iter(now))
+    monkeypatch.setattr(history, "CHANGELOG", path)
+    monkeypatch.setattr(history, "at", lambda commit: {**now, name: {row: "raises `E`" for row in now[name]}})
+    history.main(["--write"])
+    said = capsys.readouterr().out.splitlines()[0]
+    assert "before, it was: raises `E`" in said and said in path.read_text()
+
+
+def test_a_changelog_that_no_commit_has_is_named(tmp_path):
+    with pytest.raises(history.HistoryError, match="x.md: expected a commit that changed it"):
+        history.last_changed(tmp_path / "x.md")

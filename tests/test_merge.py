@@ -24,10 +24,10 @@ SOURCE = """# ---
 # %% tags=["snippet"]
 x = 1
 
-# %% tags=["raises-exception"] raises=[{"error": "KeyError", "match": "always"}]
+# %% tags=["raises-exception"] raises=[{"error": "KeyError", "match": "always the same"}]
 demonstrate()
 
-# %% tags=["raises-exception", "outcome"] raises=[{"error": "ValueError", "match": "old", "flax": "<0.12.3"}]
+# %% tags=["raises-exception", "outcome"] raises=[{"error": "ValueError", "match": "in old releases", "flax": "<0.12.3"}]
 work()
 
 # %% tags=["proof"]

@@ -1,7 +1,16 @@
-"""Repeatable builds: the same executed notebooks give the same bytes, wherever, whenever and after whatever build."""
+"""Repeatable builds: the same executed notebooks give the same bytes, wherever, whenever and after whatever build.
+
+With `--row`, in `nox -s repeat`: each recipe executed twice has the same outputs.
+"""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
+from harness import contract, execute, rows
+from tests.site import SHOWN, SITE
 from tests.tiny import Project, difference
 
 
@@ -41,3 +50,28 @@ def test_a_build_after_a_change_is_the_build_from_nothing(made):
     new.build()
     assert not difference(old.site, new.site)
     assert "Another title" in (old.site / "recipes" / "first.html").read_text()
+
+
+def test_the_site_built_from_nothing_is_the_site(tmp_path):
+    """The whole site once more, in other folders."""
+    command = ["sphinx", "-q", "-W", "-n", "-d", str(tmp_path / "doctrees"), ".", str(tmp_path / "html")]
+    environment = {**os.environ, "NNX_SITE_ROWS": " ".join(SHOWN)}
+    subprocess.run([sys.executable, "-m", *command], cwd=rows.ROOT, env=environment, check=True)
+    assert not difference(SITE, tmp_path / "html")
+
+
+@pytest.mark.parametrize("name", contract.names())
+def test_executed_twice(name, request):
+    if not request.config.getoption("--row"):
+        pytest.skip("only with --row: `nox -s repeat`")
+    row = request.getfixturevalue("row")
+    recipe = contract.read(contract.RECIPES / f"{name}.py")
+    if not recipe.needs.holds(row):
+        pytest.skip(f"not applicable: {name} needs {recipe.needs}")
+    first, second = execute.load(recipe, row), execute.run(recipe, row)
+    differing = [
+        recipe.cell(index)
+        for index, (one, other) in enumerate(zip(first.cells, second.cells, strict=True))
+        if one.get("outputs") != other.get("outputs")
+    ]
+    assert not differing, f"recipe {name}, row {row.name}: other outputs in a second run of {differing}"
