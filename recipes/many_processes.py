@@ -204,10 +204,21 @@ def finish(name, job, seconds=100):
 
 # %% [markdown]
 # What a process holds can be seen only there. So this runs in both, after `train.py`. It keeps the rows and the
-# parameters that the process has, takes one more step, and keeps the parameters again.
+# parameters that the process has, takes one more step, and keeps the parameters again. NumPy says which files
+# the process loads, and as what, and which it saves.
 
 
 # %%
+def watch(function):
+    def watched(name, *args, **kwargs):
+        result = function(name, *args, **kwargs)
+        as_what = f" as {type(result).__name__}" if result is not None else ""
+        print(f"process {os.environ['PROCESS_ID']}: {function.__name__} {name}{as_what}", flush=True)
+        return result
+
+    return watched
+
+
 def look(train_step, trained):
     model, optimizer, batch, mesh = trained
     x, me = batch[0], jax.process_index()
@@ -233,9 +244,11 @@ def look(train_step, trained):
 
 
 (folder / "look.py").write_text(f"""
-import re, runpy, jax, numpy as np
+import os, re, runpy, jax, numpy as np
 from flax import nnx
+{inspect.getsource(watch)}
 {inspect.getsource(look)}
+np.load, np.savez = watch(np.load), watch(np.savez)
 names = runpy.run_path("train.py", run_name="__main__")
 look(names["train_step"], names["trained"])
 """)
@@ -284,7 +297,10 @@ for i in 0, 1:
     assert difference(params, initial) > 1e-2, "nothing was trained"
     processes.append(params + grads)
 assert difference(*processes) == 0
-assert {"process 0: in the step: all-reduce", "process 0: in the loop: no collective"} < set(printed("look"))
+said = set(printed("look"))
+assert {"process 0: in the step: all-reduce", "process 0: in the loop: no collective"} < said
+assert {f"process {i}: load images.npy as memmap" for i in (0, 1)} < said, "mapped, not read"
+assert {line for line in said if "params.npz" in line} == {"process 0: savez params.npz"}, "one writes"
 saved = np.load(folder / "params.npz")
 assert difference([saved[f"arr_{k}"] for k in range(4)], processes[0][:4]) == 0
 
@@ -312,20 +328,21 @@ print("parameters and gradients are the same in both processes, bit for bit: Tru
 #
 # ## What goes wrong
 #
-# Four jobs that fail, started at once: `train.py`, two copies of it with the changes that stand here, and
-# jax alone.
+# Four jobs that fail, started at once: `connect` and nothing else, the same with a short timeout, a copy of
+# `train.py` with the changes that stand here, and jax alone.
 
 # %%
-alone = train.replace("initialization_timeout=60", "initialization_timeout=2")
+join = f"import os, socket, jax\n\n{inspect.getsource(connect)}\n\nconnect(os.environ['COORDINATOR'], 2, 0)\n"
+alone = join.replace("initialization_timeout=60", "initialization_timeout=2")
 uneven = train.replace("heartbeat_timeout_seconds=60", "heartbeat_timeout_seconds=5")
 uneven = uneven.replace("len(dataset[0]) // rows_per_step", "len(mine[0]) // rows")
 server = socket.create_server(("", 0))  # another program, which has the port
 port = server.getsockname()[1]
 unchecked = f"import jax; jax.distributed.initialize('localhost:{port}', 2, 0)"
 
-for name, source in ("alone", alone), ("uneven", uneven), ("unchecked", unchecked):
+for name, source in ("join", join), ("alone", alone), ("uneven", uneven), ("unchecked", unchecked):
     (folder / f"{name}.py").write_text(source)
-jobs = {name: start(name, [0], port) for name in ("train", "unchecked")}
+jobs = {name: start(name, [0], port) for name in ("join", "unchecked")}
 jobs |= {"alone": start("alone", [0]), "uneven": start("uneven")}
 
 # %% [markdown]
@@ -334,7 +351,7 @@ jobs |= {"alone": start("alone", [0]), "uneven": start("uneven")}
 # `connect` tries the port first, so process 0 ends at once. Choose another port.
 
 # %% tags=["raises-exception"] raises=[{"error": "RuntimeError", "match": "Address already in use"}]
-finish("train", jobs["train"])
+finish("join", jobs["join"])
 
 # %% [markdown]
 # Without that line it is jax that fails. It writes this, and then raises `Failed to start RPC server` or
