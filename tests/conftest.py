@@ -4,6 +4,7 @@ import nbformat
 import pytest
 
 from harness import execute, rows
+from tests import mutants
 
 
 def pytest_addoption(parser):
@@ -24,7 +25,12 @@ def row(request):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """The ten slowest cells of the recipes that this row has executed, in seconds."""
+    """The mutants that survive; the ten slowest cells of the recipes that this row has executed, in seconds."""
+    if config.getoption("--mutants") == "all":  # no worker of xdist comes here: it is written once
+        path, survivors = mutants.report()
+        terminalreporter.section(f"{len(survivors)} mutants survive; all: {path.relative_to(rows.ROOT)}")
+        for survivor in survivors:
+            terminalreporter.line(survivor)
     name = config.getoption("--row")
     cells = [
         (seconds, path.stem, cell)
