@@ -199,6 +199,14 @@ def mutants(session: nox.Session) -> None:
     session.run("pytest", "-q", "-n2", f"--row={CURRENT}", "--mutants=all", test, *session.posargs)
 
 
+@nox.session(python=PYTHON[CURRENT], default=False, reuse_venv=False, requires=[f"recipes({CURRENT})"])
+def latest(session: nox.Session) -> None:
+    """Run the recipes with the newest of everything, pre-releases too: what changes is news; `-- NAME` runs one."""
+    alone(session)
+    session.install("--pre", "--upgrade", "-r", "requirements.in")
+    session.run("python", "-m", "harness.latest", CURRENT, *session.posargs)
+
+
 @nox.session(python=False)
 def lock(session: nox.Session) -> None:
     """Resolve every requirements file again, write its hashed lock, and say what changed."""
