@@ -189,9 +189,9 @@ def bench(session: nox.Session) -> None:
     session.run("python", "-m", "bench.measure", *session.posargs)
 
 
-@nox.session(python=PYTHON[CURRENT], default=False)
+@nox.session(python=PYTHON[CURRENT], default=False, requires=[f"recipes({CURRENT})"])
 def mutants(session: nox.Session) -> None:
-    """Put mistakes into the recipes and run them: each must be caught. `-- -k NAME` tries one recipe. An hour."""
+    """Put mistakes into the recipes and run them: each must be caught. `-- -k NAME` tries one recipe."""
     alone(session)
     session.install("--require-hashes", "-r", f"requirements/{CURRENT}.txt")
     shutil.rmtree("build/mutants", ignore_errors=True)
