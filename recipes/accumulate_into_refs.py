@@ -117,8 +117,8 @@ class Scanned(nnx.Module):
         return forward(x, self.layers)
 
 
-x = jax.random.normal(jax.random.key(1), (64, features))
-batch = (x, jnp.sin(3 * x))
+x = np.random.default_rng(0).normal(size=(64, features)).astype(np.float32)
+batch = (x, np.sin(3 * x))
 
 
 def max_difference(tree, other):
@@ -134,7 +134,7 @@ def largest(tree):
 into_refs = nnx.jit(accumulate_grads, static_argnums=2)
 full_batch = nnx.jit(nnx.value_and_grad(loss_fn))
 mlp, scanned = MLP(nnx.Rngs(0)), Scanned(nnx.Rngs(0))
-for model, leaves in (mlp, 12), (scanned, 2):
+for model, leaves in (mlp, 2 * num_layers), (scanned, 2):
     full_loss, full_grads = full_batch(model, batch)
     loss, grads = into_refs(model, batch, 8)
     assert len(jax.tree.leaves(grads)) == leaves and largest(full_grads) > 1e-3
@@ -171,10 +171,10 @@ def accumulate_in_carry(model, batch, num_minibatches):
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.inner = nnx.Linear(features, 16, use_bias=False, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.inner = nnx.Linear(features, features, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(features, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
-        self.outer = nnx.Linear(16, features, rngs=rngs)
+        self.outer = nnx.Linear(features, features, rngs=rngs)
 
     def __call__(self, x):
         return self.outer(self.drop(nnx.relu(self.norm(self.inner(x)))))
@@ -381,7 +381,7 @@ print("gradients with remat equal those of the full batch to 1e-06")
 
 # %% tags=["proof"]
 optimizer = nnx.Optimizer(scanned, optax.adam(1e-3), wrt=nnx.Param)
-large_batch = jax.tree.map(lambda a: jnp.tile(a, (4, 1)), batch)
+large_batch = jax.tree.map(lambda a: np.tile(a, (4, 1)), batch)
 print(
     f"{'minibatches':>11}{'instructions':>14}{'temporary':>12}{'arguments':>12}{'outputs':>12}{'aliased':>12}"
 )
