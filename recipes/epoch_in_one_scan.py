@@ -148,7 +148,7 @@ jitted_step, jitted_loss = nnx.jit(train_step), nnx.jit(loss_fn)
 def python_epoch(model, optimizer, key, epoch):
     steps = []
     for rows in np.array(shuffled_rows(key, epoch, num_rows, batch_size)):
-        batch = jax.tree.map(lambda a: a[rows], train_data)
+        batch = jax.tree.map(lambda a: np.array(a)[rows], train_data)
         steps.append(jitted_step(model, optimizer, batch))
     return tuple(map(np.stack, zip(*steps)))
 
@@ -171,7 +171,7 @@ assert optimizer.step[...] == model.drop.rngs.count[...] == num_epochs * steps_p
 assert traces[0] == traces[-1] and not model.drop.deterministic
 evaluated_model = nnx.clone(model)
 evaluated_model.eval()
-predicted = np.array(evaluated_model(eval_data[0])).argmax(axis=-1)
+predicted = np.array(nnx.jit(Net.__call__)(evaluated_model, eval_data[0])).argmax(axis=-1)
 assert abs(evaluated[1] - np.mean(predicted == eval_data[1])) < 1e-6 and evaluated[1] > 0.8
 print(f"{len(arrays(*scanned))} arrays of model and optimizer equal those of the Python loop to 1e-05")
 print(f"{optimizer.step[...]} updates, as many dropout masks; traced again: {traces[0] != traces[-1]}")
@@ -210,7 +210,8 @@ print(f"losses: {losses.shape}; model and optimizer equal those of the Python lo
 # %% tags=["raises-exception"] raises=[{"error": "ValueError", "match": "Cannot extract graph node from different trace level, got Param", "mode": "graph"}, {"error": "TraceContextError", "match": "Cannot mutate Param from a different trace level", "mode": "tree"}]
 linear = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
 linear_optimizer = nnx.Optimizer(linear, optax.sgd(0.1), wrt=nnx.Param)
-batches = jax.tree.map(lambda a: a[shuffled_rows(key, 0, num_rows, batch_size)], train_data)
+rows = np.array(shuffled_rows(key, 0, num_rows, batch_size))
+batches = jax.tree.map(lambda a: np.array(a)[rows], train_data)
 
 
 @nnx.scan(in_axes=0, out_axes=0)
