@@ -193,9 +193,10 @@ class Masks(nnx.Module):
         return self.dropout(x @ self.kernel[...])
 
 
-one_hot = jnp.eye(4)[:, None, :]
-_, grads = nnx.jit(accumulate_grads)(Masks(nnx.Rngs(0)), (one_hot, jnp.zeros((4, 1, 64))))
-masks = {tuple(row) for row in (grads["kernel"][...] != 0).tolist()}
+one_hot = np.eye(4, dtype=np.float32)[:, None, :]
+targets = np.zeros((4, 1, 64), np.float32)
+_, grads = nnx.jit(accumulate_grads)(Masks(nnx.Rngs(0)), (one_hot, targets))
+masks = {tuple(row) for row in (np.array(grads["kernel"][...]) != 0).tolist()}
 assert len(masks) == 4
 print(f"{len(masks)} distinct masks in 4 minibatches")
 
