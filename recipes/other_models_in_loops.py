@@ -90,8 +90,8 @@ import optax
 
 def get_trainees():
     rngs = nnx.Rngs(0)
-    first, norm = nnx.Linear(4, 8, use_bias=False, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
-    drop, last = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 4, rngs=rngs)
+    first, norm = nnx.Linear(8, 16, use_bias=False, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+    drop, last = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
     model = nnx.Sequential(first, norm, nnx.relu, drop, last)
     return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
@@ -112,7 +112,8 @@ def python_step(model, optimizer, batch):
     optimizer.update(model, grads)
 
 
-x = jax.random.normal(jax.random.key(1), (5, 16, 4))
+rng = np.random.default_rng(0)
+x = rng.normal(size=(5, 16, 8)).astype(np.float32)
 batches, decay, n = (x, 2 * x), 0.9, 5
 looped, optimizer = get_trainees()
 history = [arrays(nnx.state(looped, nnx.Param))]
@@ -129,7 +130,7 @@ losses = train_steps(model, optimizer, ema, batches, decay)
 averaged = ema_model(model, ema)
 assert max_difference(nnx.state(averaged, nnx.Param), ema) == 0
 assert max_difference(nnx.state(averaged, nnx.BatchStat), nnx.state(model, nnx.BatchStat)) == 0
-averaged(x[0])  # moves the statistics of this model and not those of the other
+nnx.jit(nnx.Sequential.__call__)(averaged, x[0])  # moves its statistics, not those of the other
 moving = nnx.Any(nnx.Param, nnx.BatchStat, nnx.RngCount)
 assert losses.shape == (n,) and optimizer.step[...] == n and len(closed_form) == 5
 assert max(jax.tree.leaves(nnx.state(model, nnx.RngCount))) == n, "a mask for each step"
@@ -228,7 +229,7 @@ def loss_over_time(over_time):
     return lambda cell, x: jnp.mean((over_time(cell, x) - x[..., :1]) ** 2)
 
 
-x = jax.random.normal(jax.random.key(2), (3, 8, 4))
+x = rng.normal(size=(3, 8, 4)).astype(np.float32)
 minibatches = x.reshape(3, 4, 2, 4).swapaxes(0, 1)  # minibatch, time, rows, features
 cell = nnx.GRUCell(4, 6, rngs=nnx.Rngs(0))
 rnn = nnx.RNN(cell, time_major=True)
@@ -270,7 +271,7 @@ for title, run, expected in (
     ("broadcast_rngs", over_time(nnx.Rngs(0, recurrent=1), broadcast_rngs="recurrent"), 1),
     ("broadcast_rngs, no such stream", over_time(nnx.Rngs(0), broadcast_rngs="recurrent"), 3),
 ):
-    dropped = np.array(run(x) == 0)
+    dropped = np.array(run(x)) == 0
     masks = len(np.unique(dropped, axis=0))
     assert masks == expected and 0.2 < dropped.mean() < 0.8
     print(f"{title:31} masks in 3 time steps: {masks}")
@@ -282,7 +283,7 @@ for title, run, expected in (
 # off the parameters, as above.
 
 # %% tags=["raises-exception"] raises=[{"error": "TypeError", "match": "grad requires real- or complex-valued inputs", "mode": "tree"}]
-grads = nnx.grad(lambda rnn: jnp.mean(rnn(x) ** 2))(rnn)
+grads = nnx.jit(nnx.grad(lambda rnn: jnp.mean(rnn(x) ** 2)))(rnn)
 print("gradients:", len(arrays(grads)))
 
 
@@ -318,11 +319,12 @@ def gan_step(carry, batch):
 # meets the discriminator that was updated just before.
 
 # %% tags=["proof"]
-models = nnx.Linear(2, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(1))
+models = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 1, rngs=nnx.Rngs(1))
 (g_def, g), (d_def, d) = map(nnx.split, models)
 g, d = before = jax.tree.map(jnp.copy, (g, d))
-real = 1 + jax.random.normal(jax.random.key(3), (5, 8, 4))
-batches = (real, jax.random.normal(jax.random.key(4), (5, 8, 2)))
+real = 1 + rng.normal(size=(5, 8, 16)).astype(np.float32)
+noise = rng.normal(size=(5, 8, 8)).astype(np.float32)
+batches = (real, noise)
 
 
 @jax.jit
@@ -342,7 +344,7 @@ for model, expected, first in zip(models, (g, d), before):
     assert len(arrays(expected)) == 2 and max_difference(nnx.state(model), expected) < 1e-6
     assert max_difference(expected, first) > 1e-2
 generator, discriminator = models
-noise, first_generator = batches[1], nnx.merge(g_def, before[0])
+first_generator = nnx.merge(g_def, before[0])
 assert discriminator(generator(noise)).mean() > discriminator(first_generator(noise)).mean() + 1e-3
 print("5 alternate steps: both models equal those of the Python loop to 1e-06")
 
@@ -361,10 +363,11 @@ def joint_loss(generator, discriminator, batch, cut):
     return loss + generator_loss(generator, cut_discriminator, batch)
 
 
-g_grads = nnx.grad(generator_loss)(generator, discriminator, batch)
-d_grads = nnx.grad(discriminator_loss)(discriminator, generator, batch)
+g_grads = nnx.jit(nnx.grad(generator_loss))(generator, discriminator, batch)
+d_grads = nnx.jit(nnx.grad(discriminator_loss))(discriminator, generator, batch)
+both_grads = nnx.jit(nnx.grad(joint_loss, argnums=(0, 1)), static_argnums=3)
 for title, cut in ("as it is", lambda a: a), ("stop_gradient", jax.lax.stop_gradient):
-    joint = nnx.grad(joint_loss, argnums=(0, 1))(generator, discriminator, batch, cut)
+    joint = both_grads(generator, discriminator, batch, cut)
     differences = [max_difference(*pair) for pair in zip(joint, (g_grads, d_grads))]
     own = max(differences) < 1e-6
     assert own == (title == "stop_gradient") and (own or min(differences) > 1e-3)
@@ -404,7 +407,7 @@ def next_token_loss(model, tokens):
 
 untied = TwoNames(nnx.Rngs(0))
 untied.head = Tied(nnx.Rngs(0)).embed  # equal numbers, two Params
-tokens = jax.random.randint(jax.random.key(5), (4, 2, 6), 0, 7)
+tokens = rng.integers(0, 7, size=(4, 2, 6), dtype=np.int32)
 tied_loss, tied_grad = arrays(accumulate_grads(Tied(nnx.Rngs(0)), next_token_loss, tokens))
 loss, *grads = arrays(accumulate_grads(untied, next_token_loss, tokens))
 assert len(grads) == 2 and min(np.abs(g).max() for g in grads) > 1e-3
