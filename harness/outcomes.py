@@ -74,6 +74,7 @@ def _outcome(recipe: Recipe, row: Row) -> Outcome:
 def chips(result: Result) -> str:
     """The line under a recipe's title: each row, what it did, and a link to its tab (HTML)."""
     about = _code(escape(result.recipe.outcome_heading or "The snippet and its proofs"))
+    about = f"Snippet works. {about}" if result.recipe.outcome_heading else about
     items = [f'<li class="about">{about}:</li>']
     for row, outcome in result.outcomes.items():
         if outcome.kind == "not run":

@@ -208,7 +208,7 @@ def _inputs(report: Report, ran: dict[Row, dict[str, str]]) -> str:
         runs = [f"`{row.name}`" for row, error in ended.items() if not error]
         text = "; ".join([f"`{error}` on {', '.join(names)}" for error, names in raising.items()])
         if fixed := _fixed(ended):
-            text = f"**fixed by `{fixed.name}`**; " + text
+            text = f"**fixed after `{fixed[0].name}`, by `{fixed[1].name}`**; " + text
         if runs:
             text += "; " * bool(text) + (
                 f"runs on {', '.join(runs)}" if raising else "runs on every row run here"
@@ -218,13 +218,13 @@ def _inputs(report: Report, ran: dict[Row, dict[str, str]]) -> str:
     return "<br>".join(parts) or ("not run in this build" if report.cases else "no program")
 
 
-def _fixed(ended: dict[Row, str]) -> Row | None:
-    """The oldest row in graph mode from which on the input runs, if older ones raise. `ended` is newest first."""
+def _fixed(ended: dict[Row, str]) -> tuple[Row, Row] | None:
+    """The last row in graph mode that raises, and the next, from which on the input runs. `ended` is newest first."""
     graph = [row for row in ended if row.mode == "graph"]
     running = []
     for row in graph:
         if ended[row]:
-            return running[-1] if running else None
+            return (row, running[-1]) if running else None
         running.append(row)
     return None
 

@@ -94,7 +94,8 @@ def train_epoch(model, optimizer, train_data, eval_data, key, epoch, batch_size:
 #
 # ## Equal to the Python loop
 #
-# The digits of scikit-learn, and SGD with a cosine schedule over all steps: Adam would hide some mistakes.
+# The digits of scikit-learn, and SGD with a cosine schedule over all steps: Adam's steps hardly depend on
+# the size of the gradients and would hide a wrong scale.
 # The reference calls the same step from Python, jitted.
 
 # %%
@@ -204,8 +205,8 @@ print(f"losses: {losses.shape}; model and optimizer equal those of the Python lo
 # %% [markdown]
 # ## Model and optimizer captured by the body
 #
-# In graph mode the first NNX transform refuses the model; in tree mode, or with the step above, the update
-# does. Put both into the carry. [Different trace level](different_trace_level.py) says why.
+# Both go into the carry. In graph mode `nnx.value_and_grad` in the body raises already. In tree mode, or with
+# the step above, writing to model or optimizer does. [Different trace level](different_trace_level.py) says why.
 
 # %% tags=["raises-exception"] raises=[{"error": "ValueError", "match": "Cannot extract graph node from different trace level, got Param", "mode": "graph"}, {"error": "TraceContextError", "match": "Cannot mutate Param from a different trace level", "mode": "tree"}]
 linear = nnx.Linear(64, 10, rngs=nnx.Rngs(0))

@@ -129,7 +129,14 @@ if __name__ == "__main__" and "PROCESS_ID" in os.environ:
 #
 # ## Start two processes
 #
-# `train.py` is the cell above, word for word. The launcher gives every process the address and the number of
+# In a shell, with `images.npy` and `labels.npy` beside it:
+#
+# ```sh
+# export COORDINATOR=localhost:1234 NUM_PROCESSES=2
+# for i in 0 1; do PROCESS_ID=$i python train.py & done; wait
+# ```
+#
+# The cell below does the same from a notebook, and ends what hangs. `train.py` is the cell above, word for word. The launcher gives every process the address and the number of
 # processes, and each an id of its own. What they write goes to files.
 
 # %%
@@ -149,7 +156,8 @@ images, labels = load_digits(return_X_y=True)
 images, labels = (images[:1791] / 16).astype(np.float32), labels[:1791].astype(np.int32)
 np.save(folder / "images.npy", images)
 np.save(folder / "labels.npy", labels)
-train = "".join(inspect.findsource(main)[0])  # the text of the cell that defines `main`
+source = "".join(inspect.findsource(main)[0])  # the text of the cell in a notebook, of the file in a script
+train = next(cell for cell in re.split(r"(?m)^# %%.*$", source) if "\ndef main(" in cell)
 (folder / "train.py").write_text(train)
 
 
@@ -319,8 +327,10 @@ print("parameters and gradients are the same in both processes, bit for bit: Tru
 # ```
 #
 # - **The address** is that of process 0, with a port that the others can reach. The ids are 0, 1, and so on.
-#   On TPUs and under Slurm, `jax.distributed.initialize()` [finds all three
-#   itself](https://docs.jax.dev/en/latest/multi_process.html).
+#   On TPUs and under Slurm `jax.distributed.initialize()` [finds all three
+#   itself](https://docs.jax.dev/en/latest/multi_process.html): call it without arguments, take
+#   `jax.process_index()` and `jax.process_count()`, and call `main` without the guard.
+# - **Several processes on one GPU machine**: give each its own GPUs, with `local_device_ids=[i]`.
 # - **The data**: one file that all can open, or a part for each. With parts, agree on `num_steps` first.
 # - **The batch**: `rows_per_step` is a multiple of `jax.device_count() * num_minibatches`.
 # - **One process writes** what is the same in all, here `params.npz`.

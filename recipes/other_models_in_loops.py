@@ -40,7 +40,7 @@ def loss_fn(params, rest, graphdef, batch):
 
 
 def init_ema(model: nnx.Module) -> nnx.State:
-    return jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    return jax.tree.map(lambda p: jnp.array(p, jnp.float32), nnx.state(model, nnx.Param))
 
 
 @nnx.jit(donate_argnums=(0, 1, 2))
@@ -73,7 +73,8 @@ def ema_model(model: nnx.Module, ema: nnx.State) -> nnx.Module:
 
 
 # %% [markdown]
-# - **`jnp.copy`** gives the average Variables and arrays of its own.
+# - **`jnp.array(p, jnp.float32)`** gives the average arrays of its own, in float32 whatever the model has: in
+#   bfloat16 a decay of 0.999 is 1.
 # - **The average is in the carry**, and is taken after the optimizer step.
 # - **`copy=True`** keeps the two models apart: what one writes, the other does not see. Call `.eval()` on the
 #   averaged one to evaluate it.
@@ -204,13 +205,14 @@ def scan_over_time(cell, x):
 def accumulate_grads(model, loss, minibatches):
     """Mean loss and gradients, for a model that the loss does not change."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    num_minibatches = len(jax.tree.leaves(minibatches)[0])
 
     def merged_loss(params, minibatch):
         return loss(nnx.merge(graphdef, params, rest, copy=True), minibatch)
 
     def body(total, minibatch):
         new = jax.value_and_grad(merged_loss)(params, minibatch)
-        return jax.tree.map(lambda a, b: a + b / len(minibatches), total, new), None
+        return jax.tree.map(lambda a, b: a + b / num_minibatches, total, new), None
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
     return jax.lax.scan(body, zeros, minibatches)[0]

@@ -17,8 +17,8 @@
 # %% [markdown]
 # # A step that is traced again, or is slow to call
 #
-# Make `tx` and the jitted step once, and keep the shapes and dtypes of the batches. Then the step is traced
-# once, even if model and optimizer are made anew. Count the traces to be sure.
+# `nnx.jit` recompiles for a new `tx`, a newly jitted step, another shape or dtype. Make `tx` and the step once
+# and pad the last batch: then model and optimizer may be made anew. Count the traces to be sure.
 #
 # ## Do this
 
@@ -51,6 +51,7 @@ def train_step(model, optimizer, batch):
 
 def pad_batch(x, y, size):
     """The batch as float32 with `size` rows, and a mask that is 1 for the rows that count."""
+    # float32 for regression: class labels and token ids stay np.int32.
     arrays = [np.asarray(a, np.float32) for a in (x, y, np.ones(len(x)))]
     return [np.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
 
@@ -111,9 +112,9 @@ print(traces["train_step"], "trace in 9 steps; gradients of the padded batch: th
 # %% [markdown]
 # ## See it in your own code
 #
-# Count with a side effect as above, or ask the function how many programs it holds (for one made by `jax.jit`,
-# `step._cache_size()`; both are inner attributes). Settings of JAX log what is compiled, `jax_log_compiles`,
-# log what was new about a call, `jax_explain_cache_misses`, or make an error of it, `jax_no_tracing`.
+# Count with a side effect as above, or ask how many programs the step holds: `step.jitted_fn._cache_size()`, of
+# `jax.jit` `step._cache_size()`. Both are private. Three settings of JAX help: `jax_log_compiles` logs each
+# compilation, `jax_explain_cache_misses` says what was new about a call, `jax_no_tracing` raises.
 
 # %% tags=["raises-exception"] raises=[{"error": "RuntimeError", "match": "re-tracing function train_step at"}]
 print("programs:", train_step.jitted_fn._cache_size())
@@ -206,9 +207,10 @@ Markdown("\n".join(["| cause | traces | cure | traces |", "|---|---|---|---|", *
 #
 # ## A new initialiser
 #
-# Shapes and dtypes are the same? Compare graph definitions, as advised in
-# [google/flax#4329](https://github.com/google/flax/issues/4329). Before Flax 0.12.1 a layer keeps its
-# initialisers too ([google/flax#4994](https://github.com/google/flax/issues/4994)).
+# Where shapes and dtypes are the same and a step is traced again, compare `nnx.graphdef` of the two models or
+# optimizers, as advised in [google/flax#4329](https://github.com/google/flax/issues/4329). Before Flax 0.12.1 it
+# held the initialisers too, and each new one was another program
+# ([google/flax#4994](https://github.com/google/flax/issues/4994)).
 
 # %% tags=["raises-exception", "outcome"] raises=[{"error": "AssertionError", "match": "the initialiser is part of the graph definition", "flax": "<0.12.1"}]
 assert nnx.graphdef(create(seed=0)) == nnx.graphdef(create(seed=1))
@@ -238,8 +240,8 @@ forms = {"nnx.jit": lambda batch: train_step(*sessions["nnx.jit"], batch)}
 # %% [markdown]
 # ### `nnx.cached_partial` and `nnx.jit_partial` bind model and optimizer
 #
-# After each call they are up to date. `cached_partial` needs graph mode. `jit_partial` jits besides, in both
-# modes, since Flax 0.12.5, for a model without shared Variables; in graph mode say `graph=False`.
+# After each call they are up to date. `cached_partial` needs graph mode. `jit_partial`, since Flax 0.12.5, also
+# jits, and runs in both modes. In graph mode pass `graph=False`; the model may then share no Variables.
 
 # %% tags=["raises-exception"] raises=[{"error": "ValueError", "match": "cached_partial is a graph-mode-only API", "mode": "tree"}]
 model, optimizer = sessions["nnx.cached_partial"]

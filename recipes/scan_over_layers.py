@@ -19,8 +19,8 @@
 # # Scan over layers
 #
 # Build the layers with `nnx.split_rngs` and `nnx.vmap`: one Module whose arrays have a leading axis of layers.
-# Call it with `nnx.scan`, which carries `x` from layer to layer. One text does for graph mode and tree mode,
-# and the program does not grow with the number of layers.
+# Call it with `nnx.scan`, which carries `x` from layer to layer. The same code runs in graph mode and in tree
+# mode, and the program does not grow with the number of layers.
 #
 # ## Do this
 
@@ -151,8 +151,8 @@ print("loss and 4 gradients equal those of the loop to 1e-06, with Dropout")
 # %% [markdown]
 # ## Without `split_rngs` all layers are the same
 #
-# `in_axes=None` gives every layer the same keys. Nothing is raised
-# ([google/flax#4153](https://github.com/google/flax/issues/4153)).
+# `in_axes=None` gives every layer the same keys, and nothing is raised.
+# [google/flax#4153](https://github.com/google/flax/issues/4153) asks for layers that differ.
 
 # %%
 same = nnx.vmap(lambda rngs: Block(16, rngs), in_axes=None, axis_size=3)(nnx.Rngs(0))

@@ -21,6 +21,8 @@
 # Scan over the minibatches. The compiled program then has the same length for any number of them. Where a
 # measurement asks for copies of the body, `unroll=` makes them. A Python loop under `jit` makes a copy for
 # every minibatch, and on CPU it saves no memory.
+#
+# ## Do this
 
 # %% tags=["snippet"]
 import jax
@@ -325,7 +327,8 @@ assert np.ptp(gradients, axis=0).max() < 1e-6 < 1e-3 < np.abs(gradients).max()
 # ## `fori_loop` is a scan or a while loop
 #
 # With static bounds it becomes a scan, which can be unrolled, and differentiated in reverse. With a traced bound
-# it becomes a while loop and can be neither: see [while loops](while_loop_decode.py).
+# it becomes a while loop, which cannot be unrolled and has no reverse-mode gradient: see [while
+# loops](while_loop_decode.py).
 
 
 # %% tags=["proof"]
@@ -361,7 +364,7 @@ jax.jit(average)(0.9, jnp.ones((16, 8)), 4)
 # %% [markdown]
 # ### `unroll=0`
 #
-# In newer releases of jax it means the same as `True`. Write `True`, which all releases know.
+# jax 0.8 and newer take it as `True`, older ones raise. Write `True`, which all releases know.
 
 # %% tags=["raises-exception", "outcome"] raises=[{"error": "ValueError", "match": "`unroll` must be a `bool` or a positive `int`", "jax": "<0.8"}]
 _, means = average(0.9, jnp.ones((16, 8)), unroll=0)

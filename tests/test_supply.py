@@ -20,7 +20,9 @@ OTHER = {
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
 def test_everything_in_a_lock_has_a_version_and_hashes(lock):
-    entries = re.split(r"^(?=[\w.-]+(?:\[[\w,-]+\])?(?:==| @|>|<|~|$))", lock.read_text(), flags=re.MULTILINE)[1:]
+    entries = re.split(
+        r"^(?=[\w.-]+(?:\[[\w,-]+\])?(?:==| @|>|<|~|$))", lock.read_text(), flags=re.MULTILINE
+    )[1:]
     assert len(entries) > 20
     for entry in entries:
         assert re.match(r"[\w.-]+(\[[\w,-]+\])?==\S+", entry) and "--hash=sha256:" in entry, entry
@@ -31,7 +33,9 @@ def test_every_lock_is_checked_when_it_is_installed():
     text = (rows.ROOT / "noxfile.py").read_text()
     installs = re.findall(r"session\.install\((.*?)\)$", text, re.MULTILINE | re.DOTALL)
     unchecked = [arguments for arguments in installs if "--require-hashes" not in arguments]
-    assert len(installs) > 8 and unchecked == ['"--pre", "--upgrade", "-r", "requirements.in"']  # the canary's
+    assert len(installs) > 8 and unchecked == [
+        '"--pre", "--upgrade", "-r", "requirements.in"'
+    ]  # the canary's
 
 
 def test_every_licence_is_known():
@@ -40,4 +44,6 @@ def test_every_licence_is_known():
     assert len(listed) > 50
     for package in listed:
         name, licence = package["Name"], package["License"]
-        assert re.search(OTHER.get(name, FREE), licence), f"{name}: {licence}; look at it, then add it to OTHER"
+        assert re.search(OTHER.get(name, FREE), licence), (
+            f"{name}: {licence}; look at it, then add it to OTHER"
+        )
