@@ -207,6 +207,30 @@ def latest(session: nox.Session) -> None:
     session.run("python", "-m", "harness.latest", CURRENT, *session.posargs)
 
 
+@nox.session(python=PYTHON[CURRENT], default=False, requires=[f"recipes({CURRENT})"])
+def repeat(session: nox.Session) -> None:
+    """Execute every recipe a second time under the newest row: the outputs must be the same."""
+    alone(session)
+    session.install("--require-hashes", "-r", f"requirements/{CURRENT}.txt")
+    session.run(
+        "pytest", "-q", "-n2", f"--row={CURRENT}", "tests/test_repeatable.py", "-k", "twice", *session.posargs
+    )
+
+
+@nox.session(python=PYTHON[CURRENT], default=False)
+def history(session: nox.Session) -> None:
+    """Add to CHANGELOG.md which outcomes changed since it was last committed; `-- COMMIT` compares with another commit."""
+    session.install("--require-hashes", "-r", "requirements.txt")
+    session.run("python", "-m", "harness.history", "--write", *session.posargs)
+
+
+@nox.session(python=PYTHON[CURRENT], default=False)
+def licences(session: nox.Session) -> None:
+    """List the licence of every package that the site and its tests install."""
+    session.install("--require-hashes", "-r", "requirements/tests.txt")
+    session.run("pip-licenses", "--format=markdown", "--with-urls")
+
+
 @nox.session(python=False)
 def lock(session: nox.Session) -> None:
     """Resolve every requirements file again, write its hashed lock, and say what changed."""
@@ -230,7 +254,7 @@ def lock(session: nox.Session) -> None:
 @nox.session(python=PYTHON[CURRENT])
 def lint(session: nox.Session) -> None:
     """Check format and style; `-- --fix` mends what it can."""
-    session.install("ruff", "-c", "requirements/tests.txt")
+    session.install("--require-hashes", "-r", "requirements/tests.txt")
     fix = "--fix" in session.posargs
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
