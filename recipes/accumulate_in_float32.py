@@ -329,6 +329,14 @@ assert metrics["skipped"] == 8 and np.isnan(metrics["loss"]) and skipping[1].ste
 assert all(np.array_equal(a, b) for a, b in zip(arrays(*skipping), before, strict=True))
 print(f"skipped {metrics['skipped']} of 8, {len(before)} leaves of model and optimizer unchanged")
 
+
+def nan_without_gradients(model, minibatch):
+    return 0 * loss_fn(model, minibatch) + jnp.nan
+
+
+_, _, kept, _ = accumulate(nan_without_gradients, MLP(nnx.Rngs(0)), small_batch, 4)
+assert kept == 0, "a loss that is NaN is skipped even where its gradients are zero"
+
 # %% [markdown]
 # ## Report what was skipped
 #

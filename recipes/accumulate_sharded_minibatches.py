@@ -89,6 +89,10 @@ for i in range(num_minibatches):
 assert sorted(seen) == list(range(64))
 print("every row is in one minibatch, on the device that held it: True")
 
+both, shardings = {"x": row_numbers, "y": row_numbers}, {"x": batch_sharding, "y": batch_sharding}
+taken = get_sharded_minibatch(both, shardings, 1, num_minibatches)
+assert taken["x"].tolist() == taken["y"].tolist() == get_rows(1).tolist(), "a tree of shardings"
+
 # %% [markdown]
 # The gradient of a mean over the batch does not depend on which rows stand together. BatchNorm and losses
 # that compare the rows of a minibatch do. Where rows belong together, such as the pairs of a contrastive

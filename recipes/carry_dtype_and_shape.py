@@ -115,6 +115,7 @@ loss, grads = jitted(scaled_sum, model, jnp.ones((1000, 1), jnp.bfloat16))
 (grad,) = jax.tree.leaves(grads)
 assert loss == 1.0 and loss.dtype == jnp.float32
 assert grad == 1.0 and grad.dtype == jnp.bfloat16
+assert add(jnp.bfloat16(1), jnp.float32(1)).dtype == jnp.bfloat16, "the dtype of the total"
 print(f"bfloat16 model: mean loss {loss:g} in {loss.dtype}, mean gradient {float(grad):g} in {grad.dtype}")
 
 # %% tags=["proof"]

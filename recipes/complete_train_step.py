@@ -251,6 +251,8 @@ steps = len(training_losses)
 updates = train_session.optimizer.step[...]
 (masks,) = jax.tree.leaves(nnx.state(train_session.model, nnx.RngCount))
 assert metrics.accuracy > 0.95
+_, unsmoothed = forward_pass(Config(label_smoothing=0.0), train_session.model, held_out)
+assert unsmoothed.loss < metrics.loss - 0.1, "the loss is that of smoothed labels"
 assert updates == steps == epochs * 5, "one update for each batch"
 assert masks == steps * num_minibatches, "one dropout mask for each minibatch"
 print(f"held-out accuracy above 95%: {metrics.accuracy > 0.95}")

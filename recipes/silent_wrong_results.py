@@ -250,16 +250,23 @@ assert_gradients_equal(grads, full_token_grads)
 # With Dropout, empty minibatches or several devices: [sum and count](unequal_minibatches.py). With weights
 # instead of counts: [pad and mask](accumulate_with_scan.py#pad-and-mask).
 #
-# A factor of 1 is no proof by itself. These two gradients are as long as the expected ones in the expected
-# direction, and wrong, so the assertion looks at every number:
+# A factor of 1 alone proves nothing: a wrong gradient may have it. So every number is compared.
+
 
 # %% tags=["proof"]
-found = "nothing"
-try:
-    assert_gradients_equal(np.array([0.0, 2.0]), np.array([1.0, 1.0]))
-except AssertionError as error:
-    found = str(error)
+def complaint(check, *args):
+    """What an assertion says, or None where it holds."""
+    try:
+        check(*args)
+    except AssertionError as error:
+        return str(error)
+
+
+found = complaint(assert_gradients_equal, [0.0, 2.0], [1.0, 1.0])
 assert found == "the gradient is 1.00 times the expected one, off by up to 1"
+assert "proves nothing" in complaint(assert_gradients_equal, [0.0, 0.0], [0.0, 0.0])
+assert complaint(assert_gradients_equal, [1.0], [1.0, 1.0]) == "1 leaves, 2 expected"
+assert complaint(assert_gradients_equal, [1.0, 1.0], [1.0, 1.0]) is None
 print(found)
 
 # %% [markdown]
@@ -309,6 +316,15 @@ with assert_state_moves(norm, nnx.BatchStat):
     call_carried(norm, ones)
     print("running mean:", *norm.mean[...].tolist())
 assert norm.mean[...] == 1 - 0.5**4
+
+
+def move_the_mean(*filters):
+    with assert_state_moves(norm, *filters):
+        norm.mean[...] += 1
+
+
+assert complaint(move_the_mean, nnx.BatchStat) == "did not move: var", "one that moves is not enough"
+assert complaint(move_the_mean, nnx.RngCount) == "the filters select nothing"
 
 # %% [markdown]
 # With gradients: [accumulate with nnx.scan](accumulate_with_scan.py).

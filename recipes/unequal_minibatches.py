@@ -423,7 +423,7 @@ print("padded with NaN: the loss is right, there is NaN in the gradients; cleane
 masks = jnp.ones((601, 1), jnp.bfloat16)  # 601 minibatches of one token
 count, _ = jax.lax.scan(lambda count, mask: (count + mask.sum(), None), jnp.zeros((), jnp.bfloat16), masks)
 _, counted = loss_fn(lambda x: x, (jnp.zeros((601, 1, 1)), jnp.zeros((601, 1, 1)), masks))
-assert count == 256 and counted == 601
+assert count == 256 and int(counted) == 601
 print(f"601 tokens: counted in bfloat16 {count}, in {counted.dtype} {counted}")
 
 # %% [markdown]
