@@ -140,6 +140,8 @@ assert max_difference(nnx.state(model, moving), nnx.state(looped, moving)) < 1e-
 assert max_difference(ema, closed_form) < 1e-6 and all(a.is_deleted() for a in donated)
 for a, first, last in zip(arrays(ema), history[0], history[n], strict=True):
     assert min(np.abs(a - first).max(), np.abs(a - last).max()) > 1e-3
+half = nnx.Linear(2, 2, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+assert {a.dtype.name for a in arrays(init_ema(half))} == {"float32"}, "and so it stays in the scan"
 print(f"{n} steps, {len(closed_form)} leaves: parameters, statistics and average equal to 1e-06")
 
 # %% [markdown]

@@ -46,6 +46,7 @@ OWN: dict[str, list[tuple[str, str, str]]] = {
             "jnp.where(finite, n, old), new, (total, rest))",
             "jnp.where(finite, n, old), new[0], total), new_rest",
         ),
+        ("the loss is not looked at", "jax.tree.leaves((loss, grads))", "jax.tree.leaves(grads)"),
         ("the loss scale stays", "jnp.where(finite, loss_scale, loss_scale / 2)", "loss_scale"),
     ],
     "accumulate_into_refs": [
@@ -56,6 +57,7 @@ OWN: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "accumulate_sharded_minibatches": [
+        ("a tree of shardings is not read", "jax.tree.broadcast(batch_sharding, batch)", "jax.tree.map(lambda _: batch_sharding, batch)"),
         (
             "the wrong axis is sharded",
             "P(*sharding.spec[:1], None, *sharding.spec[1:])",
@@ -103,6 +105,7 @@ OWN: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "carry_dtype_and_shape": [
+        ("the dtype of what is added", "(t + n).astype(t.dtype)", "t + n"),
         (
             "the sum is bfloat16",
             "def accumulator_like(tree, dtype=jnp.float32)",
@@ -115,6 +118,7 @@ OWN: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "complete_train_step": [
+        ("labels are not smoothed", "optax.smooth_labels(labels, config.label_smoothing)", "labels"),
         ("the mask is the same", "grads, (metrics, rest) = jax.grad", "grads, (metrics, _) = jax.grad"),
         ("the batch is donated", "@nnx.jit(donate_argnums=1)", "@nnx.jit(donate_argnums=0)"),
         (
@@ -185,6 +189,7 @@ OWN: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "metrics_in_loops": [
+        ("the labels are lost", '"labels": labels}', '"labels": 0 * labels}'),
         ("the metrics are not written back", "    nnx.update(metrics, counts)\n", ""),
         ("the mean counts as one row", '{"loss": losses, "logits"', '{"loss": losses.mean(), "logits"'),
         ("the metrics are not donated", '("model", "optimizer", "metrics")', '("model", "optimizer")'),
@@ -233,9 +238,10 @@ OWN: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "other_models_in_loops": [
+        ("the average has the dtype of the parameters", "map(lambda p: jnp.array(p, jnp.float32), nnx", "map(lambda p: jnp.array(p), nnx"),
         (
             "the average is not a copy",
-            "return jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))",
+            "return jax.tree.map(lambda p: jnp.array(p, jnp.float32), nnx.state(model, nnx.Param))",
             "return nnx.state(model, nnx.Param)",
         ),
         ("the average is not written back", "    nnx.update(ema, average)\n", ""),
@@ -275,6 +281,9 @@ OWN: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "silent_wrong_results": [
+        ("zeros equal zeros", '    assert np.any(full), "the expected gradient is zero, which proves nothing"\n', ""),
+        ("nothing selected is nothing still", '    assert before, "the filters select nothing"\n', ""),
+        ("one leaf that moves is enough", "assert not still, f", "assert len(still) < len(before), f"),
         ("what was read is not a copy", "(path, np.array(leaf)) for", "(path, leaf) for"),
         ("the last rows are not missed", ", minlength=batch_size + 1)[1:]", ")[1:]"),
         (
