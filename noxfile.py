@@ -149,6 +149,7 @@ def tests(session: nox.Session) -> None:
         "-n2",
         "--ignore=tests/test_recipes.py",
         "--ignore=tests/test_reports.py",
+        "--ignore=tests/test_twice.py",
         *session.posargs,
         env=env,
     )
@@ -212,9 +213,7 @@ def repeat(session: nox.Session) -> None:
     """Execute every recipe a second time under the newest row: the outputs must be the same."""
     alone(session)
     session.install("--require-hashes", "-r", f"requirements/{CURRENT}.txt")
-    session.run(
-        "pytest", "-q", "-n2", f"--row={CURRENT}", "tests/test_repeatable.py", "-k", "twice", *session.posargs
-    )
+    session.run("pytest", "-q", "-n2", f"--row={CURRENT}", "tests/test_twice.py", *session.posargs)
 
 
 @nox.session(python=PYTHON[CURRENT], default=False)

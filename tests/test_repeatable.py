@@ -1,7 +1,4 @@
-"""Repeatable builds: the same executed notebooks give the same bytes, wherever, whenever and after whatever build.
-
-With `--row`, in `nox -s repeat`: each recipe executed twice has the same outputs.
-"""
+"""Repeatable builds: the same executed notebooks give the same bytes, wherever, whenever and after whatever build."""
 
 import os
 import subprocess
@@ -9,7 +6,7 @@ import sys
 
 import pytest
 
-from harness import contract, execute, rows
+from harness import rows
 from tests.site import SHOWN, SITE
 from tests.tiny import Project, difference
 
@@ -58,20 +55,3 @@ def test_the_site_built_from_nothing_is_the_site(tmp_path):
     environment = {**os.environ, "NNX_SITE_ROWS": " ".join(SHOWN)}
     subprocess.run([sys.executable, "-m", *command], cwd=rows.ROOT, env=environment, check=True)
     assert not difference(SITE, tmp_path / "html")
-
-
-@pytest.mark.parametrize("name", contract.names())
-def test_executed_twice(name, request):
-    if not request.config.getoption("--row"):
-        pytest.skip("only with --row: `nox -s repeat`")
-    row = request.getfixturevalue("row")
-    recipe = contract.read(contract.RECIPES / f"{name}.py")
-    if not recipe.needs.holds(row):
-        pytest.skip(f"not applicable: {name} needs {recipe.needs}")
-    first, second = execute.load(recipe, row), execute.run(recipe, row)
-    differing = [
-        recipe.cell(index)
-        for index, (one, other) in enumerate(zip(first.cells, second.cells, strict=True))
-        if one.get("outputs") != other.get("outputs")
-    ]
-    assert not differing, f"recipe {name}, row {row.name}: other outputs in a second run of {differing}"
