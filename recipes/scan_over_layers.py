@@ -186,7 +186,7 @@ forward(x, model.blocks)
 # %% tags=["raises-exception", "outcome"] raises=[{"error": "ValueError", "match": "Found unexpected Arrays on value of type <class 'list'> in static attribute 'layers'", "flax": ">=0.12,<0.12.3"}, {"error": "ValueError", "match": "Found data on value of type '<class 'list'>' assigned to static attribute 'layers'", "flax": ">=0.12.3"}]
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, wrap=lambda layers: layers):
-        self.layers = wrap([Block(16, rngs) for _ in range(2)])
+        self.layers = wrap([nnx.Linear(8, 16, rngs=rngs) for _ in range(2)])
 
 
 print("arrays:", len(jax.tree.leaves(nnx.state(Net(nnx.Rngs(0))))))
@@ -357,7 +357,7 @@ print("three layers:", get_axes(3, make_linear, explicit_mesh))
 
 # %%
 for kwargs in {}, {"transform_metadata": {nnx.PARTITION_NAME: None}}:
-    kernel, moment = get_axes(4, make_linear, mesh, **kwargs)
+    kernel, moment = get_axes(4, make_linear, explicit_mesh, **kwargs)
     print(f"{', '.join(kwargs) or 'nnx.vmap':19}kernel {str(kernel):24}moment {moment}")
 
 # %% [markdown]
@@ -366,7 +366,7 @@ for kwargs in {}, {"transform_metadata": {nnx.PARTITION_NAME: None}}:
 # It works in both modes.
 
 # %% tags=["raises-exception"] raises=[{"error": "AttributeError", "match": "has no attribute 'transform_metadata'", "flax": "<0.12.6"}]
-kernel, moment = get_axes(3, nnx.transform_metadata(make_linear, partition=None), mesh)
+kernel, moment = get_axes(3, nnx.transform_metadata(make_linear, partition=None), explicit_mesh)
 assert kernel == moment == (None, "model", None)
 print("kernel and moment:", kernel)
 
