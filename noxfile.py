@@ -37,6 +37,7 @@ ABSENT = [row for row in ROWS if not PYTHON[row.name]]
 CURRENT = next(row.name for row in ROWS if PYTHON[row.name])
 CI = bool(os.environ.get("CI"))
 SHOWN = [row.name for row in ROWS] if CI else list(dict.fromkeys([CURRENT, CONTRAST]))
+WORKERS = min(6, (os.cpu_count() or 1) + 1)  # a recipe also waits, for its kernel or for processes that it starts
 SITE, DOCTREES = Path("build/html"), Path("build/doctrees")
 MADE = [Path("build"), Path(".nox")]  # all that a session writes is in these
 if locked := [path for path in MADE if not os.access(path if path.exists() else ".", os.W_OK)]:
@@ -76,7 +77,7 @@ def execute(session: nox.Session, row: str, *args: str) -> None:
     session.install("--require-hashes", "-r", f"requirements/{row}.txt")
     checks = ["tests/test_reports.py", "tests/test_recipes.py"]
     try:
-        session.run("pytest", "-q", "-n2", "--dist=worksteal", f"--row={row}", *checks, *args)
+        session.run("pytest", "-q", f"-n{WORKERS}", "--dist=worksteal", f"--row={row}", *checks, *args)
     except CommandFailed:
         shutil.rmtree(SITE, ignore_errors=True)  # it was built from recipes that no longer hold
         raise
