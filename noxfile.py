@@ -37,7 +37,9 @@ ABSENT = [row for row in ROWS if not PYTHON[row.name]]
 CURRENT = next(row.name for row in ROWS if PYTHON[row.name])
 CI = bool(os.environ.get("CI"))
 SHOWN = [row.name for row in ROWS] if CI else list(dict.fromkeys([CURRENT, CONTRAST]))
-WORKERS = min(6, (os.cpu_count() or 1) + 1)  # a recipe also waits, for its kernel or for processes that it starts
+WORKERS = min(
+    6, (os.cpu_count() or 1) + 1
+)  # a recipe also waits, for its kernel or for processes that it starts
 SITE, DOCTREES = Path("build/html"), Path("build/doctrees")
 MADE = [Path("build"), Path(".nox")]  # all that a session writes is in these
 if locked := [path for path in MADE if not os.access(path if path.exists() else ".", os.W_OK)]:

@@ -54,14 +54,15 @@ def test_the_reports_page_links_each_report_and_its_answer():
         assert (f"../recipes/{name}.html", anchor or errors.slug(RECIPES[name].title)) in links
 
 
-def test_fixed_is_the_oldest_row_from_which_on_an_input_runs():
+def test_fixed_is_between_the_last_row_that_raises_and_the_next():
     by_name = {row.name: row for row in ROWS}
     ended = {by_name[n]: e for n, e in {"0.12.12": "", "0.12.8": "", "0.12.2": "E", "0.11.2": ""}.items()}
-    assert reports._fixed(ended).name == "0.12.8"
+    between = (by_name["0.12.2"], by_name["0.12.8"])
+    assert reports._fixed(ended) == between
     assert reports._fixed({**ended, by_name["0.12.12"]: "E"}) is None
     assert reports._fixed(dict.fromkeys(ended, "")) is None
     tree = {by_name["0.12.12-tree"]: "E", **ended}
-    assert reports._fixed(tree).name == "0.12.8", "tree mode says nothing about a fix"
+    assert reports._fixed(tree) == between, "tree mode says nothing about a fix"
 
 
 def test_the_seed_is_fixed_after_the_last_release_that_raises():

@@ -171,19 +171,26 @@ def test_damaged_outcomes_of_reports(tmp_path, monkeypatch):
 # While the site is built.
 
 
-def once_there(project, pattern):
-    """Wait until a build has made what the pattern says."""
+def once_there(project, process, pattern):
+    """Wait until a build, which is at work, has made what the pattern says."""
     while not list((project.folder / "build").glob(pattern)):
+        assert process.poll() is None, process.stdout.read()
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("point", ["doctrees.*", "html.*/_static", "html.*/index.html"])
+@pytest.mark.parametrize(
+    ("point", "number"),
+    [
+        ("doctrees.*", signal.SIGKILL),
+        ("html.*/_static", signal.SIGINT),
+        ("html.*/index.html", signal.SIGKILL),
+    ],
+)
 def test_a_build_interrupted_at_any_point(project, clean, point, number):
     process = project.start()
-    once_there(project, point)
+    once_there(project, process, point)
     os.killpg(process.pid, number)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=180)[0]
     assert process.returncode != 0 and not project.site.exists(), said
     project.build()
     assert right(project, clean)
@@ -192,7 +199,7 @@ def test_a_build_interrupted_at_any_point(project, clean, point, number):
 def test_a_sphinx_that_outlives_its_nox_spoils_nothing(project, tmp_path_factory):
     """It goes on with the old text while a build of the new text is half done."""
     old = project.start()
-    once_there(project, "html.*/_static")
+    once_there(project, old, "html.*/_static")
     old.kill()
     old.wait()
     os.killpg(old.pid, signal.SIGSTOP)
@@ -200,12 +207,12 @@ def test_a_sphinx_that_outlives_its_nox_spoils_nothing(project, tmp_path_factory
     for changed in (project, other):
         changed.add("first", title="Another title")
     new = project.start()
-    once_there(project, "html.*/recipes/first.html")
+    once_there(project, new, "html.*/recipes/first.html")
     os.killpg(new.pid, signal.SIGSTOP)
     os.killpg(old.pid, signal.SIGCONT)
-    old.communicate(timeout=60)
+    old.communicate(timeout=180)
     os.killpg(new.pid, signal.SIGCONT)
-    said = new.communicate(timeout=60)[0]
+    said = new.communicate(timeout=180)[0]
     assert new.returncode == 0, said
     other.build()
     assert not difference(project.site, other.site)
@@ -215,7 +222,7 @@ def test_a_sphinx_that_outlives_its_nox_spoils_nothing(project, tmp_path_factory
 
 def test_two_builds_at_once(project, clean):
     both = [project.start() for _ in range(2)]
-    said = [process.communicate(timeout=120)[0] for process in both]
+    said = [process.communicate(timeout=180)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert sum("Waiting until it ends" in text for text in said) == 1
     assert right(project, clean)
@@ -224,7 +231,7 @@ def test_two_builds_at_once(project, clean):
 def test_a_full_disk_while_the_site_is_written(project, clean):
     with full_disk(30_000):
         process = project.start()
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=180)[0]
     assert process.returncode != 0 and "File too large" in said
     assert not project.site.exists()
     project.build()
@@ -237,7 +244,7 @@ def test_damaged_doctrees(project, clean):
     for path in trees.rglob("*.*"):
         path.write_bytes(path.read_bytes()[:100])
     process = project.start()
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=180)[0]
     if process.returncode:
         assert not project.site.exists(), said
         project.build()
@@ -282,7 +289,7 @@ def test_an_executed_notebook_that_is_corrupt_leaves_no_site(project, clean):
     sound = path.read_text()
     path.write_text(sound[:200])
     process = project.start()
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=180)[0]
     assert process.returncode != 0 and "first.ipynb is corrupt" in said and "Traceback" not in said
     assert not project.site.exists()
     path.write_text(sound)

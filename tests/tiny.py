@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -105,13 +106,16 @@ class Project:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # which a job in the background ignores
             **options,
         )
 
     def build(self, **options) -> str:
         """Build the site; returns what was said. Fails where the build does."""
         process = self.start(**options)
-        said = process.communicate(timeout=120)[0]
+        said = process.communicate(timeout=180)[0]
         assert process.returncode == 0, said
         return said
 
