@@ -14,7 +14,7 @@ from docutils import nodes
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from harness import files, links, origin, pages, rows  # noqa: E402
+from harness import execute, files, links, origin, pages, rows  # noqa: E402
 
 project = "NNX Loop Recipes"
 author = "NNX Loop Recipes contributors"
@@ -65,6 +65,12 @@ REQUIRED = set(os.environ.get("NNX_SITE_ROWS", "").split())  # the rows that the
 
 
 LOOK = sorted(path for name in ("_templates", "_static") for path in (ROOT / "docs" / name).rglob("*.*"))
+MADE_BY = {
+    path.name: sha256(path.read_bytes()).hexdigest()
+    for path in [ROOT / "conf.py", *sorted((ROOT / "harness").glob("*.py"))]
+}
+TOOLS = rows.pins(ROOT / "requirements.txt")
+MADE_BY |= {name: version for name, version in execute.environment().items() if name in TOOLS}
 PASTE = ("index", "docs/errors")  # the pages that have the paste box
 MADE: list[pages.Pages] = []  # made once, before anything is read
 
@@ -133,6 +139,7 @@ def write_files(app, error) -> None:
 
 def setup(app) -> None:
     # A change of these writes every page again. Sphinx itself goes by the time of templates, which a clock may set back.
+    app.add_config_value("nnx_made_by", MADE_BY, "env")  # a change reads every page again
     app.add_config_value("nnx_redirects", links.redirects(), "html")
     app.add_config_value("nnx_look", {p.name: sha256(p.read_bytes()).hexdigest() for p in LOOK}, "html")
     app.connect("env-get-outdated", outdated)

@@ -41,7 +41,7 @@ WORKERS = min(
     6, (os.cpu_count() or 1) + 1
 )  # a recipe also waits, for its kernel or for processes that it starts
 SITE, DOCTREES = Path("build/html"), Path("build/doctrees")
-MADE = [Path("build"), Path(".nox")]  # all that a session writes is in these
+MADE = [Path("build"), Path(".nox")]  # what every session writes is in these
 if locked := [path for path in MADE if not os.access(path if path.exists() else ".", os.W_OK)]:
     names = " and ".join(f"{path}/" for path in locked)
     sys.exit(f"cannot write {names} in {Path.cwd()}: copy the project to a folder that can be written")
@@ -125,8 +125,9 @@ def build(session: nox.Session, rows_shown: list[str]) -> None:
         shutil.rmtree(path, ignore_errors=True)
     env = {"NNX_SITE_ROWS": " ".join(rows_shown)}
     session.run("sphinx-build", "-q", "-W", "-n", "-d", str(doctrees), ".", str(html), env=env)
-    doctrees.rename(DOCTREES)
-    html.rename(SITE)
+    if html.exists():  # not with --install-only, which runs nothing
+        doctrees.rename(DOCTREES)
+        html.rename(SITE)
 
 
 @nox.session(python=PYTHON[CURRENT], requires=EXECUTED)
@@ -236,6 +237,7 @@ def licences(session: nox.Session) -> None:
 @nox.session(python=False)
 def lock(session: nox.Session) -> None:
     """Resolve every requirements file again, write its hashed lock, and say what changed."""
+    alone(session)
     for source in [Path("requirements.in"), *sorted(Path("requirements").glob("*.in"))]:
         if source.stem == "common":
             continue

@@ -38,16 +38,16 @@ EXECUTOR = [
 ]  # a change of these executes everything again
 CHANGELOG = ROOT / "CHANGELOG.md"
 
-# Run in the kernel before the first cell. Warnings that a reader's code would cause are errors; no cell reaches another
-# machine; plots are SVG whose text is text and whose bytes repeat. It leaves no name behind that a cell could use.
+# Run in the kernel before the first cell. Warnings that a reader's code would cause are errors; no socket of the
+# kernel reaches another machine (what a cell starts as a process is not watched); plots are SVG whose text is text and whose bytes repeat. It leaves no name behind that a cell could use.
 SETUP = """
 def _setup(shell):
     import sys
     import warnings
 
     def local_only(event, arguments):
-        if event in ("socket.connect", "socket.getaddrinfo"):
-            address = arguments[1] if event == "socket.connect" else arguments
+        if event in ("socket.connect", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostbyname"):
+            address = arguments if event.startswith("socket.get") else arguments[-1]
             host = address[0] if isinstance(address, tuple) else "localhost"
             if host not in ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None):
                 raise ConnectionError(f"a recipe reaches no other machine; this one tried {host}")
@@ -78,7 +78,10 @@ class NotExecutedError(ExecutedError):
 @cache
 def environment() -> dict[str, str]:
     """The installed packages and their versions, by name."""
-    found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    found: dict[str, str] = {}
+    for package in importlib.metadata.distributions():  # the first on the path is the one that is imported
+        if name := package.metadata.get("Name"):  # none in what an interrupted install left
+            found.setdefault(name.lower(), package.version)
     return dict(sorted(found.items()))
 
 
@@ -180,6 +183,7 @@ def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS, held: bool = Tr
     it declares: what each did is in the notebook, and only a cell that hung or killed its kernel raises.
     """
     check_clock()
+    made_from = sources(recipe, row)
     notebook = nbformat.from_dict(json.loads(json.dumps(recipe.notebook)))
     setup = nbformat.v4.new_code_cell(SETUP)
     probe = nbformat.v4.new_code_cell("import jax\nprint(jax.device_count())")
@@ -205,6 +209,11 @@ def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS, held: bool = Tr
                 )  # nbclient stores outputs by index, so hidden cells stand at the end
                 client.execute_cell(setup, len(notebook.cells) - 1, store_history=False)
                 notebook.cells.pop()
+                if failed := raised(setup):
+                    do = "mend SETUP in harness/execute.py"
+                    raise RecipeError(
+                        recipe.name, "the kernel to be set up", ": ".join(failed), do, row=row.name
+                    )
                 for index, cell in enumerate(notebook.cells):
                     if cell.cell_type == "code":
                         began = time.perf_counter()
@@ -231,8 +240,12 @@ def run(recipe: Recipe, row: Row, seconds: float = CELL_SECONDS, held: bool = Tr
         "versions": environment(),
         "seconds": timings,
         "content": content(notebook),
-        **sources(recipe, row),
+        **made_from,
     }
+    if made_from != sources(recipe, row):
+        do = "run it again: what it is made from was changed meanwhile"
+        expected = "the row's lock and the executor to stay as they are"
+        raise RecipeError(recipe.name, expected, "others", do, row=row.name)
     return notebook
 
 
@@ -275,9 +288,8 @@ def _check_cell(recipe: Recipe, row: Row, index: int, cell: NotebookNode) -> Non
 
 def kernel_environment(row: Row) -> dict[str, str]:
     """The caller's environment without its settings of JAX and Flax, and with the row's own."""
-    kept = {
-        k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "FLAX_", "NNX_", "PYTEST_"))
-    }
+    left_out = ("JAX_", "XLA_", "FLAX_", "NNX_", "PYTEST_", "PYTHON", "IPYTHON")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     fixed = {
         "JAX_PLATFORMS": "cpu",
         # Machine code is made without LLVM's optimizations, in half the time. The HLO, which pages show, is the same.
@@ -286,6 +298,7 @@ def kernel_environment(row: Row) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "PYTHONHASHSEED": "0",
+        "IPYTHONDIR": str(ROOT / "build" / "ipython"),  # not the user's, whose start-up files would run
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # the debugger that comes with a kernel has nothing to say
         "SOURCE_DATE_EPOCH": "0",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",

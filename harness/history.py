@@ -42,12 +42,22 @@ def at(commit: str) -> Ends:
         )
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(found.stdout)) as archive:
-            archive.extractall(folder, filter="data")
-        return ends(Path(folder))
+            archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        try:
+            return ends(Path(folder))
+        except (contract.RecipeError, rows.RowError) as error:
+            raise HistoryError(
+                f"commit {commit}: cannot be read by today's rules; name a later one. {error}"
+            ) from None
 
 
 def last_changed(path: Path) -> str:
-    """The commit that last changed a file. Raises HistoryError where none did."""
+    """The commit that last changed a file. Raises HistoryError where none did, and where the clone has no history."""
+    shallow = ["git", "rev-parse", "--is-shallow-repository"]
+    if subprocess.run(shallow, cwd=path.parent, capture_output=True, text=True).stdout.strip() == "true":
+        raise HistoryError(
+            f"{path.name}: expected a clone with its history; run `git fetch --unshallow`, or name a commit"
+        )
     command = ["git", "log", "-1", "--format=%H", "--", str(path)]
     found = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False)
     if not found.stdout.strip():
@@ -141,6 +151,8 @@ def main(arguments: list[str]) -> None:
         new = at(commits[1]) if commits[1:] else ends()
     except HistoryError as error:
         sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"expected git, which knows the commits; {error}")
     found = changes(old, new)
     print("\n".join(f"- {line}" for line in found) or "No outcome changed.")
     if "--write" in arguments:

@@ -148,7 +148,7 @@ def write(pages: Pages, out: Path, stubs: dict[str, str], documents: set[str]) -
     kept = {*made, *(f"{name}.html" for name in [*documents, "404", "search", "genindex"])}
     for path in out.rglob("*"):
         address = path.relative_to(out).as_posix()
-        if path.suffix in (".html", ".ipynb", ".md", ".py") and address not in kept:
+        if path.suffix in (".html", ".ipynb", ".md", ".py", ".xml") and address not in kept:
             path.unlink()
 
 

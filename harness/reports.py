@@ -132,7 +132,7 @@ def run(row: Row) -> dict[str, str]:
     for left in RAN.glob(f"{row.name}.*.partial"):
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
-    found = {}
+    found, made_from = {}, digest(row)
     for path in sorted(CASES.glob("*.py")):
         if (declared := expected(path, row)) is None:
             continue
@@ -150,7 +150,7 @@ def run(row: Row) -> dict[str, str]:
             raise ReportError(
                 f"tests/reports/{path.name}, row {row.name}: expected {wanted}; came {came}; {do}"
             )
-    kept = {"made-from": digest(row), "content": _content(found), "cases": found}
+    kept = {"made-from": made_from, "content": _content(found), "cases": found}
     (partial / "outcomes.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -32,11 +32,13 @@ def pytest_terminal_summary(terminalreporter, config):
         for survivor in survivors:
             terminalreporter.line(survivor)
     name = config.getoption("--row")
-    cells = [
-        (seconds, path.stem, cell)
-        for path in (execute.EXECUTED / str(name)).glob("*.ipynb")
-        for cell, seconds in nbformat.read(path, as_version=4).metadata["executed"]["seconds"].items()
-    ]
+    cells = []
+    for path in (execute.EXECUTED / str(name)).glob("*.ipynb"):
+        try:
+            recorded = nbformat.read(path, as_version=4).metadata["executed"]["seconds"]
+        except Exception:  # any damage at all: who uses the notebook says so
+            continue
+        cells += [(seconds, path.stem, cell) for cell, seconds in recorded.items()]
     if cells:
         terminalreporter.section(f"slowest cells recorded under row {name}, in this run or an earlier one")
         for seconds, recipe, cell in sorted(cells, reverse=True)[:10]:

@@ -1,7 +1,6 @@
 """What may go wrong around a build: each fault is told plainly, ends with an exit code, and leaves the next run right."""
 
 import os
-import random
 import resource
 import shutil
 import signal
@@ -138,12 +137,24 @@ def test_a_package_that_is_missing_or_another(tmp_path, row):
         execute.check_environment(replace(row, flax=Version(str(row.flax))))
 
 
-def test_an_interpreter_that_cannot_import_is_told_with_the_reason(monkeypatch):
-    monkeypatch.setattr(kernels, "IMPORTED", ("no_such_package",))
-    monkeypatch.setattr(kernels, "READY_SECONDS", 30)
-    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+def test_an_interpreter_that_cannot_import_is_told_with_the_reason(tmp_path, capfd):
+    (tmp_path / "jax.py").write_text("raise ImportError('broken on purpose')\n")
     with pytest.raises(RuntimeError, match="did not start"):
-        kernels.server((("PATH", os.environ["PATH"]), ("NNX_TEST", str(random.random()))))
+        kernels.server((("PATH", os.environ["PATH"]), ("PYTHONPATH", str(tmp_path))))
+    assert "broken on purpose" in capfd.readouterr().err
+
+
+def test_what_is_made_while_the_executor_changes_is_not_kept(tmp_path, row, monkeypatch):
+    digests = iter([{"executor": "old"}, {"executor": "new"}])
+    monkeypatch.setattr(execute, "sources", lambda recipe, row: next(digests))
+    with pytest.raises(contract.RecipeError, match="changed meanwhile"):
+        execute.run(toy(tmp_path, ""), row)
+
+
+def test_a_kernel_that_cannot_be_set_up(tmp_path, row, monkeypatch):
+    monkeypatch.setattr(execute, "SETUP", "get_ipython().no_such_method()")
+    with pytest.raises(contract.RecipeError, match="the kernel to be set up(?s:.*)no_such_method"):
+        execute.run(toy(tmp_path, ""), row)
 
 
 def test_a_damaged_compilation_cache(tmp_path, row, monkeypatch):
@@ -277,9 +288,10 @@ def test_no_network_is_needed_to_build(project, clean):
         "    if event in ('socket.connect', 'socket.getaddrinfo'):\n"
         "        raise ConnectionError(f'the build reached for the network: {arguments}')\n"
         "sys.addaudithook(refuse)\n"
+        "open(__file__ + '.loaded', 'w').close()\n"
     )
     project.build(env={"PYTHONPATH": str(project.folder)})
-    assert right(project, clean)
+    assert right(project, clean) and Path(f"{hook}.loaded").exists()
 
 
 def test_an_executed_notebook_that_is_corrupt_leaves_no_site(project, clean):
@@ -310,8 +322,13 @@ def test_a_folder_that_cannot_be_written(monkeypatch, tmp_path):
 def test_a_mounted_folder_that_cannot_be_written(project):
     """The same with a real mount, where this machine lets a process make one of its own."""
     mount = "mount --bind . . && mount -o remount,bind,ro . && cd . && cd $PWD && exec"
-    command = ["unshare", "-rm", "sh", "-c", f"{mount} {sys.executable} -c 'import noxfile'"]
-    if subprocess.run(["unshare", "-rm", "mount", "--bind", "/tmp", "/tmp"], capture_output=True).returncode:
+    unshare = ["unshare", "-rm", "sh", "-c"]
+    command = [*unshare, f"{mount} {sys.executable} -c 'import noxfile'"]
+    probe = [*unshare, f"{mount} true"]
+    if (
+        not shutil.which("unshare")
+        or subprocess.run(probe, cwd=project.folder, capture_output=True).returncode
+    ):
         pytest.skip("this machine lets no process mount")
     found = subprocess.run(command, cwd=project.folder, capture_output=True, text=True)
     assert found.returncode == 1 and "cannot write build/" in found.stderr

@@ -63,6 +63,9 @@ def test_a_mistake_is_caught(name, request, tmp_path):
     assert not re.search(r"came: +(NameError|UnboundLocalError|\w*SyntaxError|IndentationError)", caught), (
         f"{name}: the edit makes a text that cannot run, which proves nothing; correct it.\n{caught}"
     )
+    assert not re.search(r"^recipe \(all\)|came: +(its kernel died|it was still running)", caught), (
+        f"{name}: the machine ended it, not a proof.\n{caught}"
+    )
     if not caught:
         pytest.fail(
             f"survives under {row.name}: {name}. Give the recipe a proof that fails here.", pytrace=False
@@ -146,9 +149,10 @@ def test_a_recipe_without_its_proofs_is_refused(tmp_path):
     for recipe in RECIPES:
         path = tmp_path / f"{recipe.name}.py"
         path.write_text(
-            recipe.source.replace('"proof"', '"outcome"').replace('tags=["outcome"]', ""), encoding="utf-8"
+            recipe.source.replace(', "proof"', "").replace('"proof", ', "").replace('tags=["proof"]', ""),
+            encoding="utf-8",
         )
-        with pytest.raises(contract.RecipeError):
+        with pytest.raises(contract.RecipeError, match="tagged `proof`"):
             contract.read(path)
 
 

@@ -96,7 +96,7 @@ class Project:
 
     def start(self, **options) -> subprocess.Popen:
         """Begin to build the site, in a group of processes of its own."""
-        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", **options.pop("env", {})}
+        environment = {**os.environ, "LC_ALL": "C", "PYTHONDONTWRITEBYTECODE": "", **options.pop("env", {})}
         environment.pop("CI", None)
         return subprocess.Popen(
             [sys.executable, "-c", BUILD, self.row.name],
